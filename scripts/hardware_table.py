@@ -20,7 +20,8 @@ INTRODUCTION = """# Machines that deltatune was tried on
 
 `deltatune selftest` tries everything on the machine at hand: the doctor, every kernel against float64 at the sizes of
 models, thirty training steps against transformers and PEFT, short trainings, the demo; and it measures `gated_delta`,
-forward and backward, beside mlx-lm's loop and MLX's own operator. It prints a line a check and leaves
+forward and backward, beside mlx-lm's loop and MLX's own operator, and times what decides which code is fast there:
+every implementation at 512, 2,048 and 8,192 tokens, packed matrices, the disk. It prints a line a check and leaves
 `deltatune-selftest.json`. Put that file into `docs/hardware` under the machine's name and run
 `scripts/hardware_table.py`: it writes this page.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record the reference runs of docs/how/parity.md with transformers and PEFT, and print the page's table.
+"""Record the reference runs of docs/how/parity.md with transformers, PEFT and TRL, and print the page's table.
 
 usage: scripts/record_oracle.py [--record] [CASE ... | continued]   needs the `oracle` extra (scripts/make_env oracle)
 
@@ -13,16 +13,15 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "oracle"))
 
-from parity import continued, continued_theirs, record, vision_record
+from parity import continued, continued_theirs, distilled_theirs, pairs_theirs, record, vision_theirs
 
-from deltatune.selftest.parity import vision
 from deltatune.selftest.parity.cases import CASES
 
-ALL = CASES | {f"vision/{name}": case for name, case in vision.CASES.items()}
+COMPARISONS = (record.TEXT, *(side.COMPARISON for side in (vision_theirs, pairs_theirs, distilled_theirs)))
+ALL = {f"{side.folder}{name}": (side, name) for side in COMPARISONS for name in side.cases}
 
 
 def main() -> None:
@@ -39,10 +38,10 @@ def main() -> None:
     print("| case | loss falls by | loss | first gradients | final adapters | transformers nudged: loss | adapters |")
     print("|---|---|---|---|---|---|---|")
     for name in arguments.cases or ALL:
-        case = ALL[name]
-        side: Any = record if name in CASES else vision_record
+        side, of_side = ALL[name]
+        case = side.cases[of_side]
         if arguments.record:
-            reference, drift = side.record(name.removeprefix("vision/"), case)
+            reference, drift = side.record(of_side)
         else:
             reference = side.reference(case)
             drift = side.nudged(case, reference)

@@ -26,7 +26,7 @@ _QWEN_EXPERTS = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-_COMMON = {
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -41,7 +41,7 @@ _COMMON = {
     "pad_token_id": 0,
 }
 _QWEN3_5 = (
-    _COMMON
+    COMMON
     | _QWEN_DELTA
     | {
         "num_key_value_heads": 1,
@@ -82,7 +82,7 @@ NESTED = {"qwen3_5", "qwen3_5_moe", "kimi_k3"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5"} | _QWEN3_5,
     "qwen3_5_moe": {"model_type": "qwen3_5_moe"} | _QWEN3_5 | _QWEN_EXPERTS,
-    "qwen3_next": _COMMON
+    "qwen3_next": COMMON
     | _QWEN_DELTA
     | _QWEN_EXPERTS
     | {
@@ -92,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 100000.0,
         "partial_rotary_factor": 0.25,
     },
-    "kimi_linear": _COMMON
+    "kimi_linear": COMMON
     | _LATENT_ATTENTION
     | _KIMI_EXPERTS
     | {
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_max_length": 2048,
         "mla_use_nope": True,
     },
-    "olmo_hybrid": _COMMON
+    "olmo_hybrid": COMMON
     | {
         "model_type": "olmo_hybrid",
         "linear_num_key_heads": 2,
@@ -115,7 +115,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "rope_theta": 10000.0,
     },
-    "bailing": _COMMON
+    "bailing": COMMON
     | _LATENT_ATTENTION
     | {
         "model_type": "bailing_hybrid",
@@ -132,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "q_lora_rank": 32,
     },
-    "kimi_k3": _COMMON
+    "kimi_k3": COMMON
     | _LATENT_ATTENTION
     | _KIMI_EXPERTS
     | {
@@ -146,8 +146,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_expert_hidden_size": 32,
         "latent_moe_use_norm": True,
     },
-    "qwen3": _COMMON | {"model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 1, "rope_theta": 10000.0},
-    "gemma3_text": {key: value for key, value in _COMMON.items() if key != "tie_word_embeddings"}
+    "qwen3": COMMON | {"model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 1, "rope_theta": 10000.0},
+    "gemma3_text": {key: value for key, value in COMMON.items() if key != "tie_word_embeddings"}
     | {
         "model_type": "gemma3_text",
         "head_dim": 32,

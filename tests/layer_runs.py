@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -73,32 +74,38 @@ def whole(folder, config, given, image=None):
         return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
 
 
-def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
-    """The same by layers, computed twice, and the store's counts of reads.
+@contextlib.contextmanager
+def served(model, stored, config, loss=None, streamed=None, inputs=None):
+    """Within the context, the model trains by layers; yields the set-up and the passes.
 
     Layers' inputs stay in memory, or go to the folder `inputs`, or to the store that `inputs` makes for a DiskTime.
     """
-    model, stored = loaded(folder, config, image)
     with training(model, config, compare=False) as trained:
         model.train()
         layers = [layer.module for layer in trained.layers]
-        weights = stored
-        weights.place(model, layers, range(len(layers)) if streamed is None else streamed)
+        stored.place(model, layers, range(len(layers)) if streamed is None else streamed)
         if inputs is not None:
             on_disk = isinstance(inputs, Path)
-            weights.inputs = InputsOnDisk(inputs, weights.disk) if on_disk else inputs(weights.disk)
-        passes = LayerPasses(model, trained.loss, weights)
+            stored.inputs = InputsOnDisk(inputs, stored.disk) if on_disk else inputs(stored.disk)
+        passes = LayerPasses(model, loss or trained.loss, stored)
+        with passes.served():
+            yield trained, passes
+        stored.close()
+
+
+def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
+    """The same by layers, computed twice, and the store's counts of reads; `inputs` as served() takes it."""
+    model, stored = loaded(folder, config, image)
+    with served(model, stored, config, streamed=streamed, inputs=inputs) as (trained, passes):
         routers = router_losses(model, config, World())
         lengths = real_lengths(given) if routers else None
-        with passes.served():
-            passes.check(packed=config.pack)
-            for _ in range(2):
-                found = passes.gradients(
-                    arrays(given, frozen_tower(model)), model.trainable_parameters(), mx.random.key(7), routers, lengths
-                )
-                loss = evaluated(model, Evaluation(model, trained.loss, World(), passes=passes), given)
-        weights.close()
-        return found, loss, weights, passes
+        passes.check(packed=config.pack)
+        for _ in range(2):
+            found = passes.gradients(
+                arrays(given, frozen_tower(model)), model.trainable_parameters(), mx.random.key(7), routers, lengths
+            )
+            loss = evaluated(model, Evaluation(model, trained.loss, World(), passes=passes), given)
+    return found, loss, stored, passes
 
 
 def evaluated(model, evaluation, given):

@@ -19,6 +19,17 @@ def next_token_loss(logits: mx.array, rows: mx.array) -> mx.array:
     return nn.losses.cross_entropy(logits.astype(mx.float32), rows[:, 1:]).sum()
 
 
+def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
+    """Rows [batch, length] of tokens that are neither special nor images."""
+    return mx.random.randint(7, 320, (batch, length), key=mx.random.key(seed))
+
+
+def losses(model: nn.Module, rows: mx.array) -> mx.array:
+    """next_token_loss of a model of mlx-lm or of mlx-vlm."""
+    logits = model(rows[:, :-1])
+    return next_token_loss(getattr(logits, "logits", logits), rows)
+
+
 def gradients(
     model: nn.Module, loss: Callable[..., mx.array], *arguments: mx.array
 ) -> tuple[float, dict[str, mx.array]]:

@@ -110,26 +110,14 @@ def test_sizes(text, size):
     [
         (["train", "--itres", "3"], r"deltatune train: unknown option --itres \(did you mean '--iters'\?\)"),
         (["train", "--iter", "3"], r"did you mean '--iters'"),
-        (
-            ["train", "--iter", "3", "--bach-size", "2"],
-            r"--iter \(did you .*, unknown option --bach-size",
-        ),
+        (["train", "--iter", "3", "--bach-size", "2"], r"--iter \(did you .*, unknown option --bach-size"),
         (
             ["train"],
             r"^deltatune: --model and --data are missing .* deltatune train --model Qwen/Qwen3.5-0.8B --data m",
         ),
-        (
-            ["train", "--data", "d"],
-            r"^deltatune: --model is missing \(in the YAML file: model\); for example: delt",
-        ),
-        (
-            ["plan", "--model", "m"],
-            r"^deltatune: --data is missing .*; for example: deltatune plan .*train.jsonl",
-        ),
-        (
-            ["eval", "--model", "m"],
-            r"^deltatune: --data is missing .*; for example: deltatune eval .*test.jsonl",
-        ),
+        (["train", "--data", "d"], r"^deltatune: --model is missing \(in the YAML file: model\); for example: delt"),
+        (["plan", "--model", "m"], r"^deltatune: --data is missing .*; for example: deltatune plan .*train.jsonl"),
+        (["eval", "--model", "m"], r"^deltatune: --data is missing .*; for example: deltatune eval .*test.jsonl"),
         (["eval", "--tasks", "x"], r"^deltatune: --model is missing"),
         (["train", "--dtype", "bf16"], r"unknown option --dtype\n"),
         (["train", "--bogus"], r"unknown option --bogus\n"),

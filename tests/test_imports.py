@@ -27,7 +27,6 @@ SHARED_NAMES = {
     "naive": "an operator by its definition, what its other implementations answer to",
     "native": "an operator by MLX's own function",
     "op": "an operator's checked entry point",
-    "quantized_product": "the product with a packed matrix, and the patch that puts it in place",
     "reload": "the demo's last part: the adapter loaded by upstream alone",
     "screen": "what a command prints for a person",
     "task": "what a demo teaches",

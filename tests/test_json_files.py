@@ -93,11 +93,7 @@ def test_a_command_names_the_file_and_the_field(tmp_path):
     ("file", "content", "message"),
     [
         ("generation_config.json", [1], "expected a JSON object, got list"),
-        (
-            "generation_config.json",
-            {"eos_token_id": "x"},
-            "eos_token_id: expected a whole number of 0 or more",
-        ),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected a whole number of 0 or more"),
         ("special_tokens_map.json", {"eos_token": 3}, "eos_token: expected a token: text, or an object"),
         ("tokenizer_config.json", {"chat_template": {}}, 'chat_template names no text "default"'),
         ("generation_config.json", f'{{"x": {"1" * 5000}}}', "not JSON (Exceeds the limit (4300 digits)"),

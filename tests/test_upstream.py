@@ -23,7 +23,7 @@ from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.machine import compiling
 from deltatune.models import load
-from deltatune.options.lora_parameters import LoraConfig
+from deltatune.options.config import LoraConfig
 
 SOURCE = Path(package.__file__).parent
 stand_in = beside.load(Path(__file__).parent / "patches/changed_upstream.py").stand_in

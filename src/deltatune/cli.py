@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     warnings.formatwarning = _say_plainly
     if ranks.number() is not None:
-        from .machine.rank_warnings import Warnings
+        from .machine.ranks import Warnings
 
         Warnings().install()
     try:

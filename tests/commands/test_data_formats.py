@@ -7,7 +7,6 @@ import yaml
 
 import data_formats
 from console import called
-from deltatune.plan import fit
 
 # One case for each way into the data: Arrow files in training, a stream, a mapping in YAML, an array.
 TRIED = [
@@ -26,9 +25,7 @@ def cases(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("tried", TRIED, ids=" ".join)
-def test_formats_of_data(cases, tried, monkeypatch):
-    # A plan looks for larger values that fit for 12 s.
-    monkeypatch.setattr(fit, "_SECONDS", 1.0)
+def test_formats_of_data(cases, tried):
     known, shown = cases
     assert data_formats.problem(known[tried], called(*known[tried].arguments), shown) is None
 

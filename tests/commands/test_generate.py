@@ -105,12 +105,13 @@ def test_a_prompt_from_standard_input_is_taken_as_typed(tmp_path):
 def test_no_end_stands_behind_a_prompt(tiny_checkpoint, tmp_path, behind):
     """Some tokenizers add an end behind each text, and a first token before it; a text may have that one already."""
     folder = with_first_token(tiny_checkpoint("qwen3_5"), tmp_path / "model", before=True, behind=behind)
-    tokenizer = load(folder).tokenizer
+    loaded = load(folder)
+    tokenizer = loaded.tokenizer
     expected = [tokenizer.bos_token_id, *tokenizer.encode("a dog", add_special_tokens=False)]
     for text in ("a dog", f"{FIRST}a dog"):
         assert prompt_tokens(tokenizer, Question(text), chat_template=False) == expected
-    model, config = load(folder).model, TrainConfig(sample_prompts=["a dog"], max_seq_length=64)
-    assert [prompt.tokens for prompt in Samples(model, tokenizer, config, plain_text=True).prompts] == [expected]
+    config = TrainConfig(sample_prompts=["a dog"], max_seq_length=64)
+    assert [prompt.tokens for prompt in Samples(loaded, config, plain_text=True).prompts] == [expected]
     end = tokenizer.encode(f"a dog{LAST}", add_special_tokens=False)
     assert text_tokens(tokenizer, f"a dog{LAST}") == [tokenizer.bos_token_id, *end]
 

@@ -72,15 +72,26 @@ def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
     assert max(map(len, said)) < 200
 
 
-def test_attention_is_counted_too_and_the_program_may_patch_itself(program):
-    both = call(program.name, "patch", "train", "attend", "0", cwd=program.parent).stderr
+@pytest.fixture
+def ran(capsys, program):
+    """ran(*words) runs the program in this process; returns its exit code and standard error."""
+
+    def run(*words: str, **options: bool) -> tuple[int, str]:
+        code = run_program(["--", "python", str(program), *words], **options)
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_attention_is_counted_too_and_the_program_may_patch_itself(ran):
+    _, both = ran("patch", "train", "attend", "0")
     assert "1 traced calls of gated_delta_update and 1 of attention got deltatune's gradients" in both
 
 
-def test_a_program_without_patched_calls_gets_a_warning(program):
-    done = call(program.name, "0", cwd=program.parent)
-    assert done.returncode == 0
-    assert f"WARNING: {NOT_REACHED}" in done.stderr
+def test_a_program_without_patched_calls_gets_a_warning(ran):
+    code, err = ran("0")
+    assert code == 0
+    assert f"WARNING: {NOT_REACHED}" in err
 
 
 def test_its_traceback_is_its_own(program):
@@ -94,10 +105,8 @@ def test_its_traceback_is_its_own(program):
     assert NOT_REACHED not in done.stderr
 
 
-def test_every_patch_is_named_on_request(program):
-    start = START.replace("run_program(sys.argv[1:])", "run_program(sys.argv[1:], verbose=True)")
-    command = [sys.executable, "-c", start, program.name, "attend", "0"]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=program.parent).stderr
+def test_every_patch_is_named_on_request(ran):
+    _, said = ran("attend", "0", verbose=True)
     assert "\nfast.scaled_dot_product_attention (" in said
     assert "deltatune: 1 traced calls of attention got deltatune's gradients; the program has no gated-delta" in said
     assert "WARNING" not in said
@@ -111,12 +120,12 @@ def test_verbose_before_the_program_is_ours_and_after_it_the_programs():
     assert parse(["run", "x", "--verbose"]).command == ["x", "--verbose"]
 
 
-def test_words_as_exit_code(program):
-    done = call(program.name, "words", cwd=program.parent)
-    assert done.returncode == 1
-    assert "some words" in done.stderr
+def test_words_as_exit_code(ran):
+    code, err = ran("words")
+    assert code == 1
+    assert "some words" in err
     # A program that fails gets no warning.
-    assert NOT_REACHED not in done.stderr
+    assert NOT_REACHED not in err
 
 
 def test_a_module_and_a_console_script(program):

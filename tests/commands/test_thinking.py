@@ -68,7 +68,7 @@ def test_a_command_that_is_printed_can_be_pasted(tmp_path, monkeypatch):
     folder, variables = tmp_path / "my adapters", {"persona": "don't"}
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"chat_template_config": variables}))
-    monkeypatch.setattr("deltatune.export.mlx_adapter.write_mlx", lambda adapter, saved: folder)
+    monkeypatch.setattr("deltatune.lora.adapter_files.write_mlx", lambda adapter, saved: folder)
     arguments = argparse.Namespace(adapter_path="adapters", save_path=str(folder), model="a model")
     words = shlex.split(export._mlx(arguments)[0][1])
     assert words[2:5] == ["a model", "--adapter-path", str(folder)]

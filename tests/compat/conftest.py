@@ -5,11 +5,10 @@ They run under `pytest -m compat` alone. With Metal declared present (`-p metal_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import metal
-import mlx.core as mx
 import pytest
 
 from deltatune.patches import revert
@@ -40,14 +39,3 @@ def _upstream_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     yield
     revert()
-
-
-@pytest.fixture
-def experts_cut_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to take the chosen experts out of the graph, where upstream leaves them in it and MLX refuses."""
-
-    def cut_off() -> None:
-        chosen = mx.argpartition
-        monkeypatch.setattr(mx, "argpartition", lambda *a, **options: mx.stop_gradient(chosen(*a, **options)))
-
-    return cut_off

@@ -8,12 +8,15 @@ raises. It is to be loaded before the first import of mlx-lm or mlx-vlm.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
 import mlx.core as mx
+
+from beside import load
 
 # In MLX's words.
 NO_GRADIENT = "[Primitive::vjp] Not implemented for CustomKernel."
@@ -32,23 +35,9 @@ def present() -> None:
     global _declared
     _declared = True
     mx.fast.metal_kernel = _kernel
-    cpu, stream = mx.Device(mx.cpu), mx.new_stream
     # A compiled function around a stand-in would be built for this machine.
     mx.disable_compile()
-    mx.metal.is_available = lambda: True
-    default = [mx.Device(mx.gpu, 0)]
-    mx.default_device = lambda: default[0]
-    mx.set_default_device = lambda device: default.__setitem__(0, device)
-    mx.new_stream = lambda _: stream(cpu)
-    local = mx.new_thread_local_stream
-    mx.new_thread_local_stream = lambda _: local(cpu)
-    mx.set_wired_limit = lambda limit: limit
-    about = {"architecture": "applegpu_g15s", "max_recommended_working_set_size": 2**34, "memory_size": 2**34}
-    about |= {"resource_limit": 499_000, "max_buffer_length": 2**33, "device_name": "Apple M3"}
-    on_cpu = {"architecture": "arm64", "device_name": "Apple M3"}
-    mx.metal.device_info = lambda: about
-    # As in MLX, without an argument it describes the default device.
-    mx.device_info = lambda d=None: on_cpu if (mx.default_device() if d is None else d) == cpu else about
+    load(Path(__file__).parents[1] / "on_metal" / "apple_gpu.py").declare()
 
 
 def _kernel(name: str, *_: Any, **__: Any) -> Callable[..., list[mx.array]]:

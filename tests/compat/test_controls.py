@@ -8,57 +8,36 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cases import DELTA, MOE, TEXT, gradients, logits, loss, tokens
+from cases import DELTA, MOE, TEXT, experts_cut_off, gradients, logits, tokens
 
 from deltatune.patches import patched
 from deltatune.patches.recurrence import PROMPT_TOKENS
 from deltatune.patches.versions import contains
+from deltatune.selftest.controls import growth
 
 pytestmark = pytest.mark.compat
 REFUSED = "Cannot calculate VJP with respect to indices|GatherAxis"
 
 
-def nodes(model: nn.Module, length: int, folder: Any) -> int:
-    """Operations in the graph of a loss and its gradients, before anything is computed."""
-    rows = tokens(length)
-    value, tree = nn.value_and_grad(model, lambda rows: loss(model, rows))(rows)
-    file = folder / "graph.dot"
-    mx.export_to_dot(str(file), loss=value, **{f"g{n}": each for n, (_, each) in enumerate(_flat(tree))})
-    return sum("label =" in line and "rectangle" in line for line in file.read_text().split(";"))
-
-
-def _flat(tree: Any) -> list[tuple[str, mx.array]]:
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(tree)
-
-
-def growth(model: nn.Module, folder: Any) -> float:
-    """Operations that one more token costs."""
-    return (nodes(model, 192, folder) - nodes(model, 64, folder)) / 128
-
-
-def compare_growth(model: nn.Module, layers: int, loops: bool, folder: Any, record_property: Any) -> None:
+def compare_growth(model: nn.Module, loops: bool, record_property: Any) -> None:
     model.train()
-    before = growth(model, folder)
+    with experts_cut_off():
+        before = growth(model)
     with patched(model):
-        after = growth(model, folder)
-    record_property("nodes a token", f"{before:.1f}, patched {after:.1f}")
-    if loops:
-        assert before > 20 * layers
-    assert after < 5 * layers
+        after = growth(model)
+    record_property("nodes a token and layer", f"{before:.1f}, patched {after:.1f}")
+    assert before > 20 or not loops
+    assert after < 5
 
 
 @pytest.mark.parametrize("family", TEXT)
-def test_the_loop_over_tokens_in_text(tiny_model, tmp_path, record_property, family):
-    compare_growth(tiny_model(family), 3, True, tmp_path, record_property)
+def test_the_loop_over_tokens_in_text(tiny_model, record_property, family):
+    compare_growth(tiny_model(family), True, record_property)
 
 
 @pytest.mark.parametrize("family", DELTA)
-def test_the_loop_over_tokens_in_vision_models(tiny_vision_model, tmp_path, record_property, experts_cut_off, family):
-    experts_cut_off()
-    model = tiny_vision_model(family)
-    compare_growth(model, 3, False, tmp_path, record_property)
+def test_the_loop_over_tokens_in_vision_models(tiny_vision_model, record_property, family):
+    compare_growth(tiny_vision_model(family), False, record_property)
 
 
 def check_experts(model: nn.Module, training: bool, refused: bool, record_property: Any) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cases import DELTA, TEXT, VISION, bound, error, gradients, images, logits, tokens
+from cases import DELTA, TEXT, VISION, bound, error, experts_cut_off, gradients, images, logits, tokens
 from metal import NO_GRADIENT
 
 from deltatune import patches
 from deltatune.patches import patched
-from deltatune.patches.tables import mlx_vlm_vision
+from deltatune.patches.tables import mlx_vlm
 
 pytestmark = pytest.mark.compat
 # Experts of mlx-vlm before 0.7.5 refuse before the kernel is asked.
@@ -24,7 +23,7 @@ REFUSED = f"{re.escape(NO_GRADIENT)}|Cannot calculate VJP with respect to indice
 def check(model: nn.Module, stops: bool, rows: mx.array, more: dict[str, Any], record_property, monkeypatch) -> None:
     """The gradient of a call in the mode that `model` is in: `stops` says what upstream alone does."""
     record_property("unpatched", "refused" if stops else "accepted")
-    with pytest.raises(ValueError, match=REFUSED) if stops else nullcontext():
+    with pytest.raises(ValueError, match=REFUSED) if stops else experts_cut_off():
         gradients(model, rows, **more)
     with patched(model):
         loss, actual = gradients(model, rows, **more)
@@ -55,11 +54,10 @@ def test_a_forgotten_train_in_vision_models(tiny_vision_model, record_property, 
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_the_fused_rotation(tiny_vision_model, record_property, monkeypatch, experts_cut_off, family):
+def test_the_fused_rotation(tiny_vision_model, record_property, monkeypatch, family):
     """In training mode. Its kernel has a gradient of upstream's own."""
     model = tiny_vision_model(family)
     model.train()
-    experts_cut_off()
     rows, more = images(model)
     check(model, False, rows, more, record_property, monkeypatch)
 
@@ -71,7 +69,7 @@ def test_inference_is_upstreams_bit_for_bit(tiny_vision_model, monkeypatch, fami
     rows, more = images(model)
     # The tower of qwen3_vl_moe is another one on purpose: the same on both sides (docs/guides/vision.md).
     everything = patches.PATCHES
-    monkeypatch.setattr(patches, "PATCHES", mlx_vlm_vision.PATCHES)
+    monkeypatch.setattr(patches, "PATCHES", mlx_vlm.VISION)
     with patched():
         expected = logits(model, rows, **more)
         mx.eval(expected)

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from deltatune.data import Example
+from deltatune.data.vision.media import VisionProcessors
+from deltatune.models.load import Loaded, load
+from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 
 PLAIN = (
@@ -72,7 +75,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def tokenizers(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """tokenizers(kind) -> mlx-lm's wrapper with the template of that kind (TEMPLATES); blank lines are one token."""
-    from mlx_lm.tokenizer_utils import load
+    from mlx_lm.tokenizer_utils import load as load_tokenizer
     from transformers import AutoTokenizer
 
     made: dict[str, Any] = {}
@@ -88,7 +91,7 @@ def tokenizers(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Te
             tokenizer.chat_template = TEMPLATES[kind]
             shutil.rmtree(folder)
             tokenizer.save_pretrained(folder)
-            made[kind] = load(folder)
+            made[kind] = load_tokenizer(folder)
         return made[kind]
 
     return factory
@@ -110,7 +113,7 @@ def folder(tmp_path: Path) -> Callable[..., TrainConfig]:
             elif rows is not None:
                 lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
                 (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        return TrainConfig(data=str(tmp_path), **({"batch_size": 1} | options))
+        return TrainConfig(**({"data": str(tmp_path), "batch_size": 1} | options))
 
     return write
 
@@ -129,3 +132,13 @@ def examples_of() -> Callable[..., list[Example]]:
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_vision_checkpoint) -> Loaded:
+    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
+
+
+@pytest.fixture(scope="session")
+def processors(loaded) -> VisionProcessors:
+    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))

@@ -1,7 +1,6 @@
 import dataclasses
 import io
 import json
-from pathlib import Path
 
 import datasets
 import pytest
@@ -74,10 +73,9 @@ def test_a_share_beside_a_validation_set_is_refused(tokenizer, folder):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
-def test_a_file_is_the_training_data(tokenizer, folder, kind):
+def test_a_file_is_the_training_data(tokenizer, folder, tmp_path, kind):
     rows = datasets.Dataset.from_list(TEXT * 5)
-    config = folder(train=TEXT)
-    file = Path(config.data) / f"lines.{kind}"
+    file = tmp_path / f"lines.{kind}"
     if kind in ("jsonl", "json"):
         lines = [json.dumps(row) for row in rows]
         file.write_text("\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]")
@@ -85,7 +83,7 @@ def test_a_file_is_the_training_data(tokenizer, folder, kind):
         rows.to_parquet(file)
     else:
         rows.to_csv(file, sep="," if kind == "csv" else "\t")
-    config = dataclasses.replace(config, data=str(file))
+    config = folder(train=TEXT, data=str(file))
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid)] == [18, 2]
     assert all(example.source.startswith(str(file)) for example in splits.train)
@@ -99,9 +97,8 @@ def test_a_file_is_the_training_data(tokenizer, folder, kind):
 @pytest.mark.bad_input("a damaged file as data")
 def test_a_damaged_file_is_named(tokenizer, folder, tmp_path):
     (tmp_path / "lines.parquet").write_bytes(b"PAR1 and nothing else")
-    config = dataclasses.replace(folder(train=TEXT), data=str(tmp_path / "lines.parquet"))
     with pytest.raises(UserError, match=r"lines.parquet: the datasets library cannot read this file: .* damaged"):
-        load_datasets(config, tokenizer)
+        load_datasets(folder(data=str(tmp_path / "lines.parquet")), tokenizer)
 
 
 @pytest.mark.bad_input("a row of a CSV file that cannot be read")
@@ -109,16 +106,14 @@ def test_a_row_of_a_file_is_counted_from_one(tokenizer, folder, tmp_path):
     file = tmp_path / "faq.csv"
     file.write_text("prompt,completion\na,\nb,c\n")
     with pytest.raises(UserError, match=rf"^{file} row 1: 'completion' is null"):
-        load_datasets(dataclasses.replace(folder(train=TEXT), data=str(file)), tokenizer)
+        load_datasets(folder(data=str(file)), tokenizer)
 
 
 @pytest.mark.bad_input("a file of an unknown kind as data")
 def test_a_file_of_another_kind_is_refused(tokenizer, folder, tmp_path):
     (tmp_path / "notes.docx").write_text("a text")
-    config = folder(train=TEXT)
-    config = dataclasses.replace(config, data=str(tmp_path / "notes.docx"))
     with pytest.raises(UserError, match=r"notes.docx: expected a .jsonl, .json, .csv, .tsv or .parquet file"):
-        load_datasets(config, tokenizer)
+        load_datasets(folder(data=str(tmp_path / "notes.docx")), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +179,7 @@ def test_too_little_for_a_batch(tokenizer, folder):
 def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
-    config = folder(train=TEXT)
-    config = dataclasses.replace(config, test=True)
+    config = dataclasses.replace(folder(train=TEXT), test=True)
     with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test"):
         load_datasets(config, tokenizer)
 
@@ -193,11 +187,8 @@ def test_a_missing_file(tokenizer, folder):
 def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
-    (tmp_path / "file.jsonl").write_text("{}")
-    for name, message in {
-        "nowhere": "no such folder; expected one with train.jsonl",
-        "empty": "no train.jsonl in this folder",
-    }.items():
+    messages = {"nowhere": "no such folder; expected one with train.jsonl", "empty": "no train.jsonl in this folder"}
+    for name, message in messages.items():
         with pytest.raises(UserError, match=message):
             load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
 

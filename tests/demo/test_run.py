@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from deltatune import cli
-from deltatune.demo import assets, flow, task
+from deltatune.demo import assets, flow, rewarded, task
 from deltatune.demo.screen import DemoScreen
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -80,9 +80,34 @@ def test_right_means_equal_to_the_last_character():
     assert score.accuracy == pytest.approx(1 / 3)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("words", [["demo"], ["demo", "rl"]], ids=" ".join)
+def test_a_folder_that_cannot_be_written_is_refused(words, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         flow.run_demo(tmp_path / "file" / "out", screen=DemoScreen(Console(file=io.StringIO())))
-    assert cli.main(["demo", "--output", str(tmp_path / "file" / "out")]) == 2
+    assert cli.main([*words, "--output", str(tmp_path / "file" / "out")]) == 2
     assert "choose another --output" in capsys.readouterr().err
+
+
+def test_a_short_run_of_rewards_shows_the_samples_and_the_rewards(tmp_path):
+    """No right answer is in the texts that the model reads; the answers reach the rewards alone."""
+    file = io.StringIO()
+    screen = DemoScreen(Console(file=file, width=100, highlight=False))
+    assert rewarded.run_rewarded_demo(tmp_path, iterations=2, questions=8, screen=screen) == 1
+    shown = file.getvalue()
+    assert shown.count("exactly right: ") == 2
+    assert len(screen.rewards) == 2
+    assert f"mean reward {screen.rewards[0]:.2f} → {screen.rewards[1]:.2f}" in shown
+    rows = [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
+    assert all(row["answer"] in row["prompt"] for row in rows)
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Sampled answers" in report
+    assert all(item.message.split("'")[0] in report for item in task.draw(0, 8, task.held_out_name, held_out=True))
+
+
+def test_the_page_has_the_numbers_of_the_demo_of_rewards():
+    page = " ".join((Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8").split())
+    options = rewarded.rewarded_options(Path("out"), rewarded.ITERATIONS)
+    sizes = f"{options.num_generations} answers to each of {options.batch_size} messages"
+    assert f"{rewarded.ITERATIONS} updates with {sizes}" in page
+    assert rewarded.REWARDS.strip() in (Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8")

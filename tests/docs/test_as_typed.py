@@ -19,7 +19,6 @@ from pages import ROOT, blocks
 import docs_pages
 from console import deltatune
 from deltatune import cli
-from deltatune.plan import fit
 from films import write_video
 
 WEIGHTS = Path("adapters/adapters.safetensors")
@@ -144,8 +143,6 @@ def desk(places, tmp_path, monkeypatch):
                 link.unlink(missing_ok=True)
                 link.symlink_to(target)
         monkeypatch.chdir(tmp_path)
-        # A plan looks for larger values that fit for 12 s.
-        monkeypatch.setattr(fit, "_SECONDS", 1.0)
         return tmp_path
 
     return sit

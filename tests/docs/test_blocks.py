@@ -42,12 +42,6 @@ def test_commands_are_those_of_the_parser(page, line):
         config_from(arguments)
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
-def test_yaml_holds_known_options(block, tmp_path):
-    (tmp_path / "run.yaml").write_text(block.text, encoding="utf-8")
-    config.build(config.TrainConfig, config.read_yaml(tmp_path / "run.yaml"), str(block))
-
-
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
 def test_json_lines_are_json(block):
     assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())

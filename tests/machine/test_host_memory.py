@@ -5,7 +5,7 @@ import ctypes
 import mlx.core as mx
 import pytest
 
-from deltatune.machine import backend, container, host_memory, nvidia
+from deltatune.machine import backend, host_memory, nvidia
 from deltatune.plan import device_limits
 
 GIB = 2**30
@@ -50,16 +50,16 @@ def test_free_host_memory_in_a_container(system, version, limit, expected):
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_container_bounds_the_memory_of_a_plan(system, version, monkeypatch):
     _, cgroups = system(GIB, 64 * 2**20, used=5, version=version)
-    assert container.container(cgroups) == (64 * 2**20, 64 * 2**20 - 5)
-    monkeypatch.setattr(device_limits, "container", lambda: container.container(cgroups))
+    assert host_memory.container(cgroups) == (64 * 2**20, 64 * 2**20 - 5)
+    monkeypatch.setattr(device_limits, "container", lambda: host_memory.container(cgroups))
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     limits = device_limits.device_limits()
     assert (limits.bytes, limits.why_bytes) == (64 * 2**20, "the container's memory")
     # Some systems show the limit and not what is taken.
     for file in [*cgroups.rglob("memory.stat"), *cgroups.rglob("memory.usage_in_bytes")]:
         file.unlink()
-    assert container.container(cgroups) == (64 * 2**20, 64 * 2**20)
-    assert container.container(cgroups / "none") is None
+    assert host_memory.container(cgroups) == (64 * 2**20, 64 * 2**20)
+    assert host_memory.container(cgroups / "none") is None
 
 
 class Driver:

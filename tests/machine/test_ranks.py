@@ -18,9 +18,8 @@ CONSOLE = f"import os, sys; os.execv({str(SCRIPT)!r}, [{str(SCRIPT)!r}, *sys.arg
 WARNING = """
 import logging, os, sys, time, warnings
 from deltatune.machine import ranks
-from deltatune.machine.rank_warnings import Warnings
 ranks.WAIT = 3.0
-Warnings().install()
+ranks.Warnings().install()
 time.sleep(0.5 * (ranks.number() == 0))
 warnings.warn("of all ranks")
 logging.getLogger("deltatune.ops").warning("a kernel of all ranks")

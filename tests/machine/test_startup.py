@@ -135,10 +135,7 @@ def torch_folder(tmp_path):
 
 
 def with_torch(folder, *arguments):
-    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, *arguments], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    return python(*arguments, PYTHONPATH=os.pathsep.join([str(folder), *filter(None, sys.path)]))
 
 
 @pytest.fixture
@@ -168,9 +165,9 @@ def test_another_program_may_import_pytorch(torch_folder):
 def test_hidden_pytorch_is_not_installed_for_anybody_who_asks(torch_folder):
     program = (
         "import importlib.metadata, importlib.util, sys\n"
-        "from deltatune.machine import without_torch\n"
-        "without_torch.hide_torch()\n"
-        "without_torch.hide_torch()\n"
+        "from deltatune.machine import startup\n"
+        "startup.hide_torch()\n"
+        "startup.hide_torch()\n"
         "assert importlib.util.find_spec('torch') is None\n"
         "assert 'torch' not in sys.modules\n"
         "importlib.invalidate_caches()\n"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
+from deltatune.errors import NotFiniteError
 from deltatune.models import batch_decoder as answer
 from deltatune.models import generate
 from deltatune.models.load import load
@@ -55,6 +56,14 @@ def test_a_sampler_is_asked(loaded, covered, monkeypatch):
         sampler=lambda logprobs: mx.full(logprobs.shape[0], token),
     )
     assert answers == [[token] * 3] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("covered", [True, False])
+def test_probabilities_that_are_not_finite_are_no_answer(loaded, covered, monkeypatch):
+    monkeypatch.setattr(answer, "is_covered", lambda _: covered)
+    loaded.model.language_model.model.norm.weight *= mx.nan
+    with pytest.raises(NotFiniteError):
+        at_once(loaded)
 
 
 @pytest.mark.parametrize(("answers", "name"), [(at_once, "batch_generate"), (one_by_one, "stream_generate")])

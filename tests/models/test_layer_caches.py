@@ -4,9 +4,7 @@ scripts/families tries all model types; these have unusual layers.
 """
 
 import functools
-import sys
 import warnings
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -14,10 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
 from deltatune.models.layer_caches import carries
+from other_towers import from_families
 
 # The fixture replaces it for the reference, which runs upstream's code alone.
 pytestmark = pytest.mark.filterwarnings("ignore:mlx.core.argpartition stays as it is")
-FOLDER = Path(__file__).parents[2] / "scripts" / "families"
 # Their unusual layers are of a kind that another of these types has as well.
 LIKE_OTHERS = ("gemma2", "gemma4_text", "hunyuan")
 PACKS = {"gemma2", "gemma4_text", "gemma3n", "nemotron_h"}
@@ -29,15 +27,7 @@ def results():
     """results(kind) -> the results of a type, computed once."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.syspath_prepend(str(FOLDER))
-        # Other scripts have files of the same names, which tests before and after these may have imported.
-        names = [file.stem for file in FOLDER.glob("*.py")]
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
-        import one_type
-
-        for name in names:
-            sys.modules.pop(name, None)
+        one_type = from_families("one_type")
         one_type.with_fixed_choices(lambda name, function: patch.setattr(mx, name, function))
         yield functools.cache(one_type.main)
 

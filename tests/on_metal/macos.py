@@ -20,10 +20,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType
 from typing import Any
+
+from marks import Finder
 
 MISSING = {
     os: "posix_fadvise posix_fallocate sched_getaffinity sched_setaffinity sched_getscheduler memfd_create eventfd "
@@ -54,7 +54,8 @@ def declare(folder: Path) -> None:
     _commands_of_fcntl()
     _libraries(_built(folder))
     setattr(builtins, _NAME.decode(), "darwin")
-    sys.meta_path.insert(0, _Finder())
+    asks = lambda path: b"sys.platform" in Path(path).read_bytes()  # noqa: E731
+    sys.meta_path.insert(0, Finder(asks, lambda path, text: text.replace(b"sys.platform", _NAME)))
     sys.addaudithook(_hide)
 
 
@@ -126,24 +127,3 @@ def _hide(event: str, arguments: tuple[Any, ...]) -> None:
         if PACKAGE in frame.f_code.co_filename:
             raise FileNotFoundError(2, "No such file or directory", path)
         frame = frame.f_back
-
-
-class _Finder:
-    """Finds deltatune's modules as Python would; those that ask for the platform are on macOS."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.partition(".")[0] != "deltatune":
-            return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.origin and b"sys.platform" in Path(spec.origin).read_bytes():
-            spec.loader = _Loader(name, spec.origin)
-        return spec
-
-
-class _Loader(SourceFileLoader):
-    """Compiles a module for macOS, and keeps no bytecode of it."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return compile(self.get_data(path).replace(b"sys.platform", _NAME), path, "exec", dont_inherit=True)

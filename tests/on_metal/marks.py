@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,8 @@ def install(file: Path) -> None:
     lines, ran = json.loads(file.read_text()), defaultdict(set)
     package = Path(find_spec("deltatune").origin).parent
     setattr(builtins, _CALL, lambda name, line: ran[name].add(line))
-    sys.meta_path.insert(0, _Finder({str(package / name): (name, set(found)) for name, found in lines.items()}))
+    files = {str(package / name): (name, set(found)) for name, found in lines.items()}
+    sys.meta_path.insert(0, Finder(files.__contains__, lambda path, text: marked(text, *files[path])))
     left = Path(f"{file}.{os.getpid()}")
     atexit.register(lambda: left.write_text(json.dumps({name: sorted(found) for name, found in ran.items()})))
 
@@ -62,29 +64,29 @@ def _behind_call(statement: ast.stmt, name: str, lines: set[int]) -> list[ast.st
     return [ast.copy_location(call, statement), statement]
 
 
-class _Finder:
-    """Finds deltatune's modules as Python would, with a loader of ours for those that have statements to mark."""
+class Finder:
+    """Finds deltatune's modules as Python would; those at paths that `changes` names are compiled from `changed`."""
 
-    def __init__(self, files: dict[str, tuple[str, set[int]]]):
-        self._files = files
+    def __init__(self, changes: Callable[[str], bool], changed: Callable[[str, bytes], bytes | ast.Module]):
+        self._changes, self._changed = changes, changed
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] != "deltatune":
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, others), None)
-        if spec is not None and spec.origin in self._files:
-            spec.loader = _Loader(name, spec.origin, *self._files[spec.origin])
+        if spec is not None and spec.origin and self._changes(spec.origin):
+            spec.loader = _Loader(name, spec.origin, self._changed)
         return spec
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module with its marks, and keeps no bytecode of it."""
+    """Compiles a changed module, and keeps no bytecode of it."""
 
-    def __init__(self, module: str, path: str, name: str, lines: set[int]):
+    def __init__(self, module: str, path: str, changed: Callable[[str, bytes], bytes | ast.Module]):
         super().__init__(module, path)
-        self._name, self._lines = name, lines
+        self._changed = changed
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return compile(marked(self.get_data(path), self._name, self._lines), path, "exec", dont_inherit=True)
+        return compile(self._changed(path, self.get_data(path)), path, "exec", dont_inherit=True)

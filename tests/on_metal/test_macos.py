@@ -43,10 +43,7 @@ def test_a_bounded_run_is_stopped_and_continued_and_its_model_answers(on_mac, ch
     bounded = [*programs.train(checkpoint, data, tmp_path / "run"), "--memory", "7MB"]
     asked = ["--model", checkpoint, "--adapter-path", tmp_path / "run", "--prompt", "which?", "--max-tokens", 3]
     stopped, resumed, answered = on_mac(
-        [*bounded, "--iters", 50],
-        [*bounded, "--iters", 4, "--resume"],
-        ["generate", *asked],
-        interrupts=("Iter 2/50",),
+        [*bounded, "--iters", 50], [*bounded, "--iters", 4, "--resume"], ["generate", *asked], interrupts=("Iter 2/50",)
     )
     assert stopped["code"] == 2, stopped["said"]
     assert "1 of 2 layers, 0.2 MB, stay on the disk" in stopped["said"]

@@ -1,5 +1,7 @@
 """linear_cross_entropy against the loss of all logits at once, for every kind of head that a family has."""
 
+from itertools import pairwise
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -8,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
-from deltatune.ops.cross_entropy import _default_chunk, _even_bounds, linear_cross_entropy, linear_token_losses
+from deltatune.ops.cross_entropy import _chunks, _default_chunk, linear_cross_entropy, linear_token_losses
 
 D, V = 64, 96
 
@@ -308,9 +310,8 @@ def test_a_second_derivative_is_refused(training):
 
 
 def test_chunks_are_even_and_bounded():
-    assert _even_bounds(1000, 300) == [0, 250, 500, 750, 1000]
-    assert _even_bounds(7, 3) == [0, 3, 6, 7]
-    assert _even_bounds(5, 100) == [0, 5]
+    for tokens, size, ends in ((1000, 300, [250, 500, 750, 1000]), (7, 3, [3, 6, 7]), (5, 100, [5])):
+        assert [(chunk.start, chunk.stop) for chunk in _chunks(tokens, size)] == list(pairwise([0, *ends]))
     assert _default_chunk(nn.Embedding(1 << 21, 1).as_linear, mx.zeros((1, 1))) == 16
 
 

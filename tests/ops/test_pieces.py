@@ -20,9 +20,9 @@ from deltatune.train.batch_loss import Arrays, mean_loss_and_gradients
 from deltatune.train.setup import prepare, training
 from model_gradients import relative_errors, rounding_bound
 
-B, T = 2, 200
+B, T = 2, 136
 # Pieces within a chunk of gated delta, of whole chunks, of one token, and of whole rows.
-CUTS = [LayerCut(TOKENS, bounds) for bounds in ((0, 100, T), (0, 64, 128, 192, T), (0, 1, 70, 199, T))]
+CUTS = [LayerCut(TOKENS, bounds) for bounds in ((0, 100, T), (0, 64, 128, T), (0, 1, 70, T - 1, T))]
 CUTS.append(LayerCut(ROWS, (0, 1, B)))
 
 
@@ -63,7 +63,7 @@ def batch(packed=False):
     owners = None
     if packed:
         # Documents begin where pieces begin, within pieces, and have one token.
-        lengths = ([64, 70, 66], [10, 90, 1, 99])
+        lengths = ([64, 50, 22], [10, 90, 1, 35])
         owners = mx.array(np.stack([np.repeat(np.arange(len(n)), n) for n in lengths]).astype(np.int32))
     return Arrays(rows[:, :-1], rows[:, 1:], mx.ones((B, T)), owners)
 
@@ -139,10 +139,10 @@ def test_dropout_draws_the_same_numbers_in_both_passes(tiny_model, monkeypatch):
     direction = {name: gradients[name] / mx.linalg.norm(gradients[name]) for name in names}
     slope = sum((gradients[name] * direction[name]).sum().item() for name in names)
     losses = []
-    for step in (1e-3, -1e-3):
+    for step in (1e-4, -1e-4):
         model.load_weights([(name, start[name] + step * direction[name]) for name in names], strict=False)
         losses.append(found(model, config, batch(), CUTS[1], monkeypatch)[0] / (B * T))
-    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
+    assert (losses[0] - losses[1]) / 2e-4 == pytest.approx(slope, rel=2e-2)
     whole = found(model, config, batch(), None, monkeypatch)[0] / (B * T)
     assert abs(whole - losses[1]) > 1e-4, "dropout of 0.3 drops something, and whole rows draw other numbers"
 
@@ -167,8 +167,8 @@ def test_long_rows_are_cut_across_the_batch():
         assert found.axis == TOKENS
         assert found.bounds[0] == 0
         assert found.bounds[-1] == 2 * tokens + 5
-        assert all(0 < b - a <= tokens + 128 for a, b in found.spans)
-        assert all(a % 128 == 0 for a, _ in found.spans)
+        assert all(0 < b - a <= tokens + 128 for a, b, _ in found.spans)
+        assert all(a % 128 == 0 for a, _, _ in found.spans)
     assert len(layer_cut.layer_cut(mx.zeros((4, 100 * tokens, 64))).spans) == layer_cut.MOST_PIECES
 
 

@@ -10,7 +10,6 @@ import deltatune
 from console import called
 from deltatune.data.chats.answer_parser import AnswerParser
 from deltatune.demo.assets import MODEL
-from deltatune.models.load import load
 
 trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
@@ -26,11 +25,6 @@ QUESTION = {"role": "user", "content": "how many?"}
 # Gemma 4's template writes no reasoning of an answer that calls no tool; this is as the model writes it.
 GEMMA_4 = f"<|channel>thought\n{THOUGHT}\n<channel|>{CONTENT}"
 KEYS = ("reasoning_content", "thinking")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load(MODEL).tokenizer
 
 
 def answered(tokenizer, thinking):

@@ -19,7 +19,6 @@ FAMILIES = [name for name in CASES if "-" not in name]
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_thirty_steps_there_and_thirty_back(name, tmp_path):
     from parity import continued_theirs

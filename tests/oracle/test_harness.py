@@ -10,11 +10,7 @@ from added_ends import with_first_token
 from conftest import write_tokenizer
 from deltatune.models.load import load
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers and lm-eval.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.oracle
 
 LENGTH = 64
 TEXTS = ["the quick brown fox jumps over the lazy dog " * count for count in (1, 5)]

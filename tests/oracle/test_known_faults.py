@@ -13,11 +13,7 @@ import pytest
 from deltatune.models.known_faults import known_faults
 from deltatune.models.load import load_model
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = [pytest.mark.oracle, pytest.mark.usefixtures("saves")]
 
 WINDOW = 16
 ROWS = np.random.default_rng(0).integers(10, 300, (2, 40))
@@ -42,12 +38,6 @@ FAULTS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt_neox", {"hidden_act": "gelu"}, 0),
     ("glm", {"rope_parameters": PARTIAL}, 0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def saves(monkeypatch):
-    """The script's folder is on the path for a test alone: other folders have modules of the same names."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "families")
 
 
 def difference(family: str, folder: Path, options: dict[str, Any]) -> tuple[np.ndarray, list[int]]:

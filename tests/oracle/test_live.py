@@ -1,52 +1,63 @@
-"""transformers + PEFT beside deltatune, run live. `make oracle`; fails where torch, transformers or peft is absent."""
+"""transformers, PEFT and TRL beside deltatune, run live. `make oracle`; fails where one of them is absent."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+from typing import Any
 
 import pytest
+from parity import distilled, pairs
 
-from deltatune.selftest.parity import recording
-from deltatune.selftest.parity.cases import CASES, FALL, NUDGED_LIMIT, ROUTE_LIMIT
+from deltatune.selftest.parity import cases, recording, vision
+from deltatune.selftest.parity.cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers and PEFT.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.oracle
+
+# By the kind of training, the module and the name of its comparison, and the cases.
+KINDS = {
+    "text": ("record", "TEXT", cases.CASES),
+    "images": ("vision_theirs", "COMPARISON", vision.CASES),
+    "preferences": ("pairs_theirs", "COMPARISON", pairs.CASES),
+    "distillation": ("distilled_theirs", "COMPARISON", distilled.CASES),
+}
+CASES = [(kind, name) for kind, (*_, of_kind) in KINDS.items() for name in of_kind]
+RECORDED = [(kind, name) for kind, name in CASES if getattr(KINDS[kind][2][name], "recorded", True)]
+# The divergences of distillation round alike.
+NUDGED = [(kind, name) for kind, name in RECORDED if kind != "distillation" or name == "reverse"]
+
+
+def comparison(kind: str) -> Any:
+    module, name, _ = KINDS[kind]
+    return getattr(importlib.import_module(f"parity.{module}"), name)
 
 
 @functools.cache
-def reference(name: str):
-    from parity import record
-
-    return record.reference(CASES[name])
+def reference(kind: str, name: str) -> Any:
+    return comparison(kind).reference(KINDS[kind][2][name])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_gives_the_losses_and_adapters_of_transformers(name):
-    from parity import record
-
-    run = reference(name)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_training_gives_the_losses_and_adapters_of_the_reference(kind, name):
+    run = reference(kind, name)
     assert run.fall >= FALL
     assert run.nearest_route >= ROUTE_LIMIT
-    found = record.compare(CASES[name], run)
+    found = comparison(kind).compare(KINDS[kind][2][name], run)
     assert found.small, found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_transformers_still_gives_the_recorded_numbers(name):
-    run = reference(name)
-    recorded = recording.read(name)
-    assert run.config == recorded.config | {"transformers_version": run.config["transformers_version"]}
+@pytest.mark.parametrize(("kind", "name"), RECORDED)
+def test_the_reference_still_gives_the_recorded_numbers(kind, name):
+    run, side = reference(kind, name), comparison(kind)
+    recorded = recording.read(f"{side.folder}{name}")
+    if kind == "text":
+        assert run.config == recorded.config | {"transformers_version": run.config["transformers_version"]}
     assert run.targets == recorded.targets
-    assert recording.checksums(run.weights) == recorded.checksums
+    assert side.checksums(KINDS[kind][2][name], run.weights) == recorded.checksums
     found = recorded.compare(run.run)
     assert found.small, found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rounding_alone_stays_far_below_the_tolerance(name):
-    from parity import record
-
-    assert record.nudged(CASES[name], reference(name)).adapter <= NUDGED_LIMIT
+@pytest.mark.parametrize(("kind", "name"), NUDGED)
+def test_rounding_alone_stays_far_below_the_tolerance(kind, name):
+    assert comparison(kind).nudged(KINDS[kind][2][name], reference(kind, name)).adapter <= NUDGED_LIMIT

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from deltatune.data.prompts import conversation_text
-from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.export.modelfile import turns
-from deltatune.models.load import load
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.oracle
@@ -22,11 +20,6 @@ ANSWERS = [
     [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "8", "name": "open_at"}],
     [{"role": "assistant", "content": "At 8."}, {"role": "user", "content": "\n And now? "}],
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load(MODEL).tokenizer
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,11 +20,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import CASES
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers and PEFT.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.oracle
 
 FAMILIES = [name for name in CASES if "-" not in name]
 EXPERTS = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing_hybrid"]
@@ -34,16 +30,13 @@ TOKENS = np.arange(3, 3 + 2 * 19).reshape(2, 19) * 7 % seeded.VOCAB
 
 def saved(folder: Path, name: str, **options) -> tuple[Path, Path]:
     """A family's tiny checkpoint in two folders: as transformers saves it, and as mlx-lm reads it."""
-    import torch
-    import transformers
     from parity import theirs
     from safetensors.numpy import save_file
 
     case = CASES[name]
     config, shapes = theirs.saved(case.family.model_type, {**case.family.options, **options})
     weights = case.family.weights(shapes)
-    model = theirs.load(config, weights)
-    assert isinstance(model, torch.nn.Module)
+    theirs.load(config, weights)
     folders = folder / "transformers", folder / "mlx"
     for path, (settings, tensors) in zip(
         folders, ((config, weights), case.family.readable(config, weights)), strict=True
@@ -51,7 +44,6 @@ def saved(folder: Path, name: str, **options) -> tuple[Path, Path]:
         path.mkdir()
         (path / "config.json").write_text(json.dumps(settings))
         save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, path / "model.safetensors")
-    assert transformers
     return folders
 
 
@@ -71,7 +63,18 @@ def their_logits(model) -> np.ndarray:
 
 
 def our_logits(model: nn.Module) -> np.ndarray:
+    model.eval()
     return np.array(model(mx.array(TOKENS)).astype(mx.float32))
+
+
+def moved(model: nn.Module, deviation: float = 0.08) -> nn.Module:
+    """Move what trains of a model by drawn numbers."""
+
+    def drawn(path: str, value: mx.array) -> mx.array:
+        return value + mx.array(seeded.spread(f"export {path}", value.shape, deviation))
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+    return model
 
 
 def adapted(folder: Path, adapter: Path, kind: str = "lora", **options) -> np.ndarray:
@@ -80,16 +83,11 @@ def adapted(folder: Path, adapter: Path, kind: str = "lora", **options) -> np.nd
     settings = {"rank": 3, "scale": 1.5} | options
     report = convert_to_lora(model, LoraConfig(**settings), fine_tune_type=kind)
     assert report.converted
-
-    def drawn(path: str, value: mx.array) -> mx.array:
-        return value + mx.array(seeded.spread(f"export {path}", value.shape, 0.08))
-
-    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
-    save_adapters(model, adapter, {"model": str(folder)})
+    save_adapters(moved(model), adapter, {"model": str(folder)})
     return our_logits(model)
 
 
-def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray, keys: str | None = None) -> None:
+def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray) -> None:
     """PEFT with the export, and deltatune with PEFT's files of that, compute the logits `ours`."""
     import peft
 
@@ -107,45 +105,30 @@ def check_both_ways(tmp_path: Path, folders: tuple[Path, Path], ours: np.ndarray
     assert np.abs(our_logits(back) - ours).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_module_with_lora(name, tmp_path):
-    folders = saved(tmp_path, name)
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter"))
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "kimi_linear", "gemma3"])
-def test_dora(name, tmp_path):
-    folders = saved(tmp_path, name)
-    keys = ["*_proj", "*.in_proj_*", "mlp.shared_expert*"] if name == "kimi_linear" else ["*_proj"]
-    exclude = ["*switch_mlp*"] if name == "kimi_linear" else []
-    check_both_ways(
-        tmp_path, folders, adapted(folders[1], tmp_path / "adapter", "dora", keys=keys[:1], exclude=exclude)
-    )
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])
-def test_rslora(name, tmp_path):
-    folders = saved(tmp_path, name)
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", rslora=True, scale=2.0))
-
-
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    # transformers 5.23 cannot tie the head of bailing_hybrid.
-    [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("qwen3_5", True), ("bailing_hybrid", False)],
-)
-def test_embeddings_and_head(name, tied, tmp_path):
-    folders = saved(tmp_path, name, tie_word_embeddings=tied)
+def embedded(name: str, tied: bool) -> tuple[str, dict, dict]:
     embedding = "*word_embeddings" if name == "bailing_hybrid" else "*embed_tokens"
-    keys = [embedding, "*.q_proj"] + ([] if tied else ["*lm_head"])
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", keys=keys))
+    return name, {"keys": [embedding, "*.q_proj"] + ([] if tied else ["*lm_head"])}, {"tie_word_embeddings": tied}
 
 
-@pytest.mark.parametrize("matrices", [["gate_proj"], ["up_proj"], ["down_proj"], ["gate_proj", "up_proj"]])
-def test_some_matrices_of_the_experts(matrices, tmp_path):
-    folders = saved(tmp_path, "qwen3_5_moe")
-    keys = [f"mlp.switch_mlp.{matrix}" for matrix in matrices]
-    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", keys=keys))
+# A family, options of the adapter, and those of the model.
+ADAPTERS = {f"every module: {name}": (name, {}, {}) for name in FAMILIES}
+ADAPTERS |= {f"dora: {name}": (name, {"kind": "dora", "keys": ["*_proj"]}, {}) for name in ("qwen3_5", "olmo_hybrid")}
+ADAPTERS["dora: gemma3"] = ("gemma3", {"kind": "dora", "keys": ["*_proj"]}, {})
+ADAPTERS["dora: kimi_linear"] = ("kimi_linear", {"kind": "dora", "keys": ["*_proj"], "exclude": ["*switch_mlp*"]}, {})
+ADAPTERS |= {f"rslora: {name}": (name, {"rslora": True, "scale": 2.0}, {}) for name in ("qwen3", "qwen3_5_moe")}
+# transformers 5.23 cannot tie the head of bailing_hybrid.
+TIED = [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("qwen3_5", True), ("bailing_hybrid", False)]
+ADAPTERS |= {f"embeddings: {name}{', tied' * tied}": embedded(name, tied) for name, tied in TIED}
+for matrices in (["gate"], ["up"], ["down"], ["gate", "up"]):
+    keys = [f"mlp.switch_mlp.{matrix}_proj" for matrix in matrices]
+    ADAPTERS[f"experts: {', '.join(matrices)}"] = ("qwen3_5_moe", {"keys": keys}, {})
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_an_adapter_goes_to_peft_and_back(case, tmp_path):
+    name, options, of_model = ADAPTERS[case]
+    folders = saved(tmp_path, name, **of_model)
+    check_both_ways(tmp_path, folders, adapted(folders[1], tmp_path / "adapter", **options))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -210,7 +193,7 @@ def test_tower_projector_and_language_model(name, tmp_path):
     from deltatune.selftest.parity.vision import batch
 
     case = VISION[name]
-    config, shapes = vision_theirs.layout(case)
+    config, shapes = vision_theirs.COMPARISON.layout(case)
     weights = case.weights(shapes)
     settings, tensors = case.readable(config, weights)
     (tmp_path / "mlx").mkdir()
@@ -219,15 +202,10 @@ def test_tower_projector_and_language_model(name, tmp_path):
     model = load_vision_tower(tmp_path / "mlx")
     convert_to_lora(model, LoraConfig(rank=3, scale=1.5), parts=("language", "vision", "projector"))
     plain = vision_loss(model, batch(0))
-    drawn = tree_map_with_path(
-        lambda path, value: value + mx.array(seeded.spread(f"export {path}", value.shape, 0.12)),
-        model.trainable_parameters(),
-    )
-    model.update(drawn)
-    save_adapters(model, tmp_path / "adapter", {})
+    save_adapters(moved(model, 0.12), tmp_path / "adapter", {})
     expected = vision_loss(model, batch(0))
     write_peft(tmp_path / "mlx", tmp_path / "adapter", tmp_path / "peft")
-    theirs = peft.PeftModel.from_pretrained(vision_theirs.load(config, weights), tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(vision_theirs.COMPARISON.load(config, weights), tmp_path / "peft")
     assert abs(plain - expected) > 1e-2
     assert abs(vision_theirs.loss_of(theirs, batch(0)).item() - expected) < TOLERANCE
     theirs.save_pretrained(tmp_path / "saved")

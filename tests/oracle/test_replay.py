@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
-import numpy as np
 import pytest
 from parity import faults
+from parity.faults import falls, recorded
 
 from deltatune.selftest.parity import ours, recording
-from deltatune.selftest.parity.cases import CASES, FALL, STEPS, ParityRun, initial_adapters
-
-
-@functools.cache
-def recorded(name: str) -> recording.Recording:
-    return recording.read(name)
+from deltatune.selftest.parity.cases import CASES, ParityRun
 
 
 def replay(name: str, plant=lambda: None) -> ParityRun:
-    case, reference = CASES[name], recorded(name)
-    adapters = initial_adapters(reference.targets)
-    return ours.run(case, reference.config, reference.weights(case), adapters, plant)
+    return faults.replay(ours, CASES[name], name, plant)
 
 
 def test_every_case_is_recorded_and_small():
@@ -32,9 +24,7 @@ def test_every_case_is_recorded_and_small():
 
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_loss_falls(name):
-    losses = recorded(name).losses
-    assert len(losses) == STEPS
-    assert np.mean(losses[-3:]) <= (1 - FALL) * np.mean(losses[:3])
+    assert falls(recorded(name).losses)
 
 
 # In 4 bits and by DoRA these families have all of their layers too.

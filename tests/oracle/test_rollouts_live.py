@@ -7,12 +7,7 @@ import pytest
 from parity import rollouts
 from parity.rollouts import CASES
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers and TRL.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.oracle
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,11 +17,7 @@ from deltatune.errors import UserError
 from deltatune.models.known_faults import known_faults
 from deltatune.models.load import load, load_model
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = [pytest.mark.oracle, pytest.mark.usefixtures("saves")]
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "families"
 TABLE = runpy.run_path(str(SCRIPTS / "saved_families.py"))
@@ -33,12 +29,6 @@ TOLERANCE_OF_STATES = 1e-3
 # The loss of a token is off by twice as much as a logit at most, and each is some 5.
 LOSS_TOLERANCE = 2e-5
 LENGTHS = (60, 45, 70, 52)
-
-
-@pytest.fixture(autouse=True)
-def saves(monkeypatch):
-    """The script's folder is on the path for a test alone: other folders have modules of the same names."""
-    monkeypatch.syspath_prepend(SCRIPTS)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_map_with_path
+from test_peft import TOKENS, TOLERANCE, moved, our_logits, their_logits
 
 from deltatune.data.example import Example, Splits
 from deltatune.export.peft_adapter import write_peft
@@ -25,20 +25,14 @@ from deltatune.export.peft_import import import_peft
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
 from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.selftest.parity import seeded, vision
+from deltatune.selftest.parity import vision
 from deltatune.selftest.parity.cases import CASES
 from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 
-pytestmark = [
-    pytest.mark.oracle,
-    # Raised inside transformers and PEFT.
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.oracle
 
-TOLERANCE = 1e-4
-TOKENS = np.arange(3, 3 + 2 * 19).reshape(2, 19) * 7 % seeded.VOCAB
 SAVED = ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing_hybrid")
 TEXT = {f"text {name}": name for name in SAVED}
 IMAGES = {"images qwen3_5": "qwen3_5", "images qwen3_5_moe": "qwen3_5_moe"}
@@ -47,16 +41,12 @@ IMAGES = {"images qwen3_5": "qwen3_5", "images qwen3_5_moe": "qwen3_5_moe"}
 def saved(folder: Path, kind: str) -> Path:
     """Let transformers save a tiny model of drawn weights, of a text class or of one with a vision tower."""
     import transformers
-    from parity import theirs, vision_theirs
+    from parity import record, vision_theirs
 
-    if kind in TEXT:
-        case = CASES[TEXT[kind]]
-        config, shapes = theirs.layout(case)
-        model = theirs.load(config, case.family.weights(shapes))
-    else:
-        case = vision.CASES[IMAGES[kind]]
-        config, shapes = vision_theirs.layout(case)
-        model = vision_theirs.load(config, case.weights(shapes))
+    case = CASES[TEXT[kind]] if kind in TEXT else vision.CASES[IMAGES[kind]]
+    side = record.TEXT if kind in TEXT else vision_theirs.COMPARISON
+    config, shapes = side.layout(case)
+    model = side.load(config, side.family(case).weights(shapes))
     assert isinstance(model, transformers.PreTrainedModel)
     model.save_pretrained(folder)
     return folder
@@ -73,24 +63,15 @@ def their_model(folder: Path, kind: str) -> Any:
     return model
 
 
-def their_logits(model: Any) -> np.ndarray:
-    import torch
-
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=torch.from_numpy(TOKENS), use_cache=False).logits.numpy()
-
-
-def our_logits(model: nn.Module) -> np.ndarray:
-    model.eval()
-    return np.array(model(mx.array(TOKENS)).astype(mx.float32))
-
-
-def moved(model: nn.Module) -> nn.Module:
-    def drawn(path: str, value: mx.array) -> mx.array:
-        return value + mx.array(seeded.spread(f"export {path}", value.shape, 0.08))
-
-    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+def trained(base: Path, folder: Path, **options: Any) -> nn.Module:
+    """Train the model in `base` as a whole for three steps, into `folder`."""
+    fixed = {"fine_tune_type": "full", "batch_size": 2, "iters": 3, "val_batches": 0}
+    config = TrainConfig(model=str(base), data="rows", adapter_path=str(folder), **fixed | options)
+    model, model_config = load_model(base)
+    prepare(model, config)
+    rows = [Example(row.astype(np.int32), np.arange(len(row)) > 0, f"row {at}") for at, row in enumerate(TOKENS)]
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    Trainer(model, tokenizer, config, Splits(rows), model_config=model_config, screen=Screen(shown=False)).run()
     return model
 
 
@@ -125,23 +106,8 @@ def test_an_export_in_the_class_that_its_card_names(kind, tmp_path):
 @pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
 def test_a_model_that_was_trained_as_a_whole(kind, tmp_path):
     base = saved(tmp_path / "base", kind)
-    options = TrainConfig(
-        model=str(base),
-        data="rows",
-        adapter_path=str(tmp_path / "full"),
-        fine_tune_type="full",
-        batch_size=2,
-        iters=3,
-        learning_rate=1e-3,
-        val_batches=0,
-    )
-    model, config = load_model(base)
-    plain = our_logits(model)
-    prepare(model, options)
-    rows = [Example(row.astype(np.int32), np.arange(len(row)) > 0, f"row {at}") for at, row in enumerate(TOKENS)]
-    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
-    Trainer(model, tokenizer, options, Splits(rows), model_config=config, screen=Screen(shown=False)).run()
-    ours = our_logits(model)
+    plain = our_logits(load_model(base)[0])
+    ours = our_logits(trained(base, tmp_path / "full", learning_rate=1e-3))
     assert np.abs(plain - ours).max() > 0.05
     assert np.abs(their_logits(their_model(tmp_path / "full", kind)) - ours).max() < TOLERANCE
 
@@ -169,36 +135,19 @@ def test_weight_decay_takes_the_parameters_of_transformers_trainer(kind, whole, 
 
     base = saved(tmp_path / "base", kind)
     settings = {**DECAY, "betas": list(DECAY["betas"])}
-    options = TrainConfig(
-        model=str(base),
-        data="rows",
-        adapter_path=str(tmp_path / "full"),
-        fine_tune_type="full",
-        batch_size=2,
-        iters=3,
-        optimizer_config={"adamw": settings},
-        learning_rate=1e-2,
-        lr_schedule="constant",
-        warmup=0.0,
-        val_batches=0,
-        decay_norm_and_bias=whole,
-    )
-    model, config = load_model(base)
-    prepare(model, options)
-    rows = [Example(row.astype(np.int32), np.arange(len(row)) > 0, f"row {at}") for at, row in enumerate(TOKENS)]
-    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
-    Trainer(model, tokenizer, options, Splits(rows), model_config=config, screen=Screen(shown=False)).run()
+    options = {"optimizer_config": {"adamw": settings}, "lr_schedule": "constant", "warmup": 0.0}
+    trained(base, tmp_path / "full", **options, learning_rate=1e-2, decay_norm_and_bias=whole)
     ours = dict(their_model(tmp_path / "full", kind).named_parameters())
 
     theirs = their_model(base, kind)
     before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
     # The router's correction and what stands outside the layers do not train here.
-    trained = {
+    changed = {
         name: value for name, value in theirs.named_parameters() if not torch.equal(ours[name].detach(), before[name])
     }
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, theirs))
     groups = [
-        [value for name, value in trained.items() if (name in decayed and not name.endswith("A_log")) == decays]
+        [value for name, value in changed.items() if (name in decayed and not name.endswith("A_log")) == decays]
         for decays in (True, False)
     ]
     assert all(groups)
@@ -212,7 +161,7 @@ def test_weight_decay_takes_the_parameters_of_transformers_trainer(kind, whole, 
         optimizer.zero_grad()
         theirs(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
-    for name, value in trained.items():
+    for name, value in changed.items():
         assert (value.detach() - ours[name].detach()).abs().max() < TOLERANCE, name
 
 

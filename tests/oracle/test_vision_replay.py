@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from parity import faults
+from parity.faults import falls, recorded
 
 pytest.importorskip("mlx_vlm")
-from deltatune.models.vision import split as taken_apart
-from deltatune.models.vision import split as vision_tower
-from deltatune.selftest.parity import recording, vision_ours
-from deltatune.selftest.parity.cases import FALL, STEPS, ParityRun, initial_adapters
+from deltatune.models.vision import split
+from deltatune.selftest.parity import vision_ours
+from deltatune.selftest.parity.cases import ParityRun
 from deltatune.selftest.parity.vision import CASES
 
 
-@functools.cache
-def recorded(name: str) -> recording.Recording:
-    return recording.read(f"vision/{name}")
-
-
 def replay(name: str, plant=lambda: None) -> ParityRun:
-    case, reference = CASES[name], recorded(name)
-    adapters = initial_adapters(reference.targets)
-    return vision_ours.run(case, reference.config, reference.weights(case), adapters, plant)
+    return faults.replay(vision_ours, CASES[name], f"vision/{name}", plant)
 
 
 # A video's frames come in another order and place, and from there on the products are those of images.
@@ -37,10 +28,8 @@ for name in ("qwen3_5_moe-video", "qwen3_vl-video", "qwen3_vl_moe-video"):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 def test_every_loss_and_the_final_adapters_are_those_of_transformers(name):
-    losses = recorded(name).losses
-    assert len(losses) == STEPS
-    assert np.mean(losses[-3:]) <= (1 - FALL) * np.mean(losses[:3])
-    found = recorded(name).compare(replay(name))
+    assert falls(recorded(f"vision/{name}").losses)
+    found = recorded(f"vision/{name}").compare(replay(name))
     assert found.small, found
 
 
@@ -50,18 +39,18 @@ def wrong_gelus(monkeypatch):
 
 
 def no_gradient_through_the_tower(monkeypatch):
-    run = taken_apart.run_tower
+    run = split.run_tower
 
     def stopped(*arguments):
         features, deep = run(*arguments)
         return mx.stop_gradient(features), [mx.stop_gradient(each) for each in deep]
 
-    monkeypatch.setattr(taken_apart, "run_tower", stopped)
+    monkeypatch.setattr(split, "run_tower", stopped)
 
 
 def rows_and_columns_swapped(monkeypatch):
-    angles = vision_tower._rotation
-    monkeypatch.setattr(vision_tower, "_rotation", lambda tower, cells: angles(tower, cells[..., ::-1]))
+    angles = split._rotation
+    monkeypatch.setattr(split, "_rotation", lambda tower, cells: angles(tower, cells[..., ::-1]))
 
 
 def positions_of_text(monkeypatch):
@@ -103,4 +92,4 @@ def test_a_planted_fault_shows(fault):
             plant(patch)
         return replay(name, lambda: plant(patch))
 
-    assert faults.shows(vision_ours, recorded(name), run)
+    assert faults.shows(vision_ours, recorded(f"vision/{name}"), run)

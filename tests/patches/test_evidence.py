@@ -22,7 +22,7 @@ from deltatune.patches.patch_record import SETTLED
 pytestmark = pytest.mark.any_blas
 
 package = beside.load(Path(__file__).with_name("acme_package.py"))
-FILES, RECORD, acme = package.FILES, package.RECORD, package.acme
+FILES, RECORD = package.FILES, package.RECORD
 
 
 def test_every_record_passes_with_the_installed_versions(tmp_path, monkeypatch):

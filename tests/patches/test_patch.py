@@ -19,8 +19,7 @@ from deltatune.patches import PatchWarning, evidence, holders, patch
 
 pytestmark = pytest.mark.any_blas
 
-package = beside.load(Path(__file__).with_name("acme_package.py"))
-RECORD, acme = package.RECORD, package.acme
+RECORD = beside.load(Path(__file__).with_name("acme_package.py")).RECORD
 
 
 def apply_and_warn(records):

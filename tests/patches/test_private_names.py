@@ -9,17 +9,13 @@ import pytest
 from deltatune import upstream
 from deltatune.patches import PATCHES, evidence, patch
 
-pytestmark = pytest.mark.any_blas
+pytestmark = [pytest.mark.any_blas, pytest.mark.usefixtures("asked_anew", "reverted")]
 
 
-@pytest.fixture(autouse=True)
-def asked_anew(monkeypatch):
-    evidence.forget()
-    monkeypatch.setattr(evidence, "_read", lambda key: None)
-    monkeypatch.setattr(evidence, "_write", lambda *stored: None)
+@pytest.fixture
+def reverted():
     yield
     patch.revert()
-    evidence.forget()
 
 
 def renamed_in(function, old):

@@ -89,7 +89,7 @@ def main():
         before = (machine.live, machine.live_bytes)
         loose = [n.address for n in all_nodes(nodes) if not n.kind and n.address not in map(layout.address, (x, w))]
         machine.evaluate(evaluation_order(nodes, 20), nodes, loose)
-        simulated = [machine.buffers.amount - before[0], machine.bytes.amount - before[1]]
+        simulated = [machine.buffers - before[0], machine.bytes - before[1]]
         mx.clear_cache()
         start = settled(counter)
         with counter.stream_held():

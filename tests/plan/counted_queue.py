@@ -40,7 +40,7 @@ def peaks(x, layout, limit):
     mx.reset_peak_memory()
     mx.eval(total)
     mx.set_memory_limit(own)
-    return machine.bytes.amount, mx.get_peak_memory() - others
+    return machine.bytes, mx.get_peak_memory() - others
 
 
 main()

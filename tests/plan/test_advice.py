@@ -14,6 +14,7 @@ from deltatune.lora.experts import projection
 from deltatune.machine import backend
 from deltatune.plan import fit
 from deltatune.plan.device_limits import DeviceLimits
+from deltatune.plan.search import Largest
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
 
@@ -39,7 +40,7 @@ def words(tmp_path, mixture):
 @pytest.fixture
 def needs(run, monkeypatch):
     """needs(limit, *words) -> the exit code of the plan of a run, the bytes that it needs, and all that is said."""
-    monkeypatch.setattr(fit, "_SECONDS", 0.0)
+    monkeypatch.setattr(fit, "largest", lambda *_: Largest(1, more=False))
 
     def plan(limit, *words):
         monkeypatch.setattr(fit, "device_limits", lambda: DeviceLimits(None, int(limit), "a test", "a test"))

@@ -8,6 +8,9 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
+from deltatune.ops import cross_entropy, layer_cut
+from deltatune.ops.attention import blocked
+from deltatune.ops.experts import block
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -40,14 +43,49 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     prepare(model, config)
     few, layout, paths = few_layers(model, checkpoints), ArrayLayout.measured(), list(map(id, model.layers))
     assert len(few.chosen) <= 8
+    every = few.every._replace(shortened=False)
     active = mx.get_active_memory()
-    whole, planned = (forecast_step(model, config, BatchShape(1, 192), layout, layers) for layers in (checkpoints, few))
+    whole, planned = (forecast_step(model, config, BatchShape(1, 192), layout, layers) for layers in (every, few))
     assert list(map(id, model.layers)) == paths
     assert mx.get_active_memory() - active < 1 << 16, "nothing is computed"
     # MLX's order differs from layer to layer by a few arrays, a hundredth of the memory of so small a model.
     assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.015)
     assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
     assert (planned.counts, planned.sizes) == (whole.counts, whole.sizes)
+
+
+LONG = {
+    "kept": ("qwen3_5", {}),
+    "in pieces": ("qwen3_5", {"grad_checkpoint": True}),
+    "attention in pieces": ("qwen3", {"grad_checkpoint": True}),
+    "mixture": ("qwen3_5_moe", {"fine_tune_type": "full"}),
+    "preferences": ("qwen3", {"loss": "orpo"}),
+}
+
+
+@pytest.mark.usefixtures("waiting_queue")
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkeypatch, name):
+    """Small blocks, chunks and pieces, of which a row of 512 tokens has as many as real sizes have of a long one.
+
+    MLX's queue would hold several pieces of so small a model.
+    """
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(cross_entropy, "FEWEST_TOKENS", 32)
+    monkeypatch.setitem(blocked._SCORES, "cpu", 1)
+    monkeypatch.setitem(layer_cut.PIECE_BYTES, "cpu", 64 * 4 * SIZES["hidden_size"])
+    monkeypatch.setattr(block, "CPU_CHUNK_BYTES", 1)
+    monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
+    family, options = LONG[name]
+    model, config = tiny_model(family, **SIZES | {"num_hidden_layers": 4}), TrainConfig(num_layers=-1, **options)
+    prepare(model, config)
+    few, layout = few_layers(model, Checkpoints(range(4) if config.grad_checkpoint else ())), ArrayLayout.measured()
+    shape = BatchShape(1 + (config.loss == "orpo"), 512, preferences=int(config.loss == "orpo"))
+    whole, planned = (
+        forecast_step(model, config, shape, layout, few._replace(shortened=shortened)) for shortened in (False, True)
+    )
+    assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.01)
+    assert planned.sizes == whole.sizes
 
 
 LARGE = FAMILIES["qwen3"] | {
@@ -58,18 +96,15 @@ LARGE = FAMILIES["qwen3"] | {
 PLANNED = """
 import json, resource, sys
 from deltatune.models.load import new_model
-from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.plan.few_layers import few_layers
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
 
 model, config = new_model(json.loads(sys.argv[1]), lazy=True), TrainConfig(from_scratch=True)
 prepare(model, config)
-few = few_layers(model, Checkpoints())
-plan = forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured(), few)
+plan = forecast_step(model, config, BatchShape(1, 32), ArrayLayout.measured())
 taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.platform == "linux":
     # There ru_maxrss begins with that of the process that started this one.

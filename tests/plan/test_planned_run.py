@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,7 @@ from console import deltatune
 from deltatune import LoraConfig, PlannedRun, TrainConfig, finetune, generate
 from deltatune.errors import UserError
 from deltatune.ops.recomputation import Checkpoints
-from deltatune.plan import fit
+from deltatune.plan import fit, planned_run
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
@@ -72,6 +73,16 @@ def test_automatic_checkpoints_in_python_have_the_bits_of_the_command(options, t
     trainer.run()
     assert trainer.progress.checkpointed_layers
     assert (tmp_path / "python" / "adapters.safetensors").read_bytes() == expected
+
+
+def test_a_plan_is_announced_where_it_takes_longer_than_a_moment(options, tmp_path, monkeypatch, capsys):
+    run = PlannedRun.of(config_of(options, tmp_path / "out"))
+    run.trainer()
+    assert "Planning" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(planned_run, "_MOMENT", 0.0)
+    run.trainer()
+    assert "Planning the step's memory\n" in capsys.readouterr().out
 
 
 @pytest.mark.bad_input("`finetune` without a model or data")

@@ -28,16 +28,7 @@ from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.products import low_rank
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import (
-    controls,
-    examined,
-    experts,
-    implementations,
-    kernels,
-    replays,
-    times,
-    training,
-)
+from deltatune.selftest import controls, examined, experts, hardware, implementations, replays, times, training
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
@@ -187,9 +178,9 @@ def test_kernels(operator, workload, host_folder):
         names.append(launch.name)
         return [array * factors.get(launch.name, 1) for array in machine.run(launch)]
 
-    assert kernels.compare(operator, workload, partial(altered, {})).status == PASSED
+    assert implementations.compare_kernels(operator, workload, partial(altered, {})).status == PASSED
     for name in set(names):
-        outcome = kernels.compare(operator, workload, partial(altered, {name: 1.02}))
+        outcome = implementations.compare_kernels(operator, workload, partial(altered, {name: 1.02}))
         assert outcome.status == FAILED
         of_gradients = "gradient" in outcome.worst or outcome.worst.startswith(("dx", "product"))
         assert of_gradients or not name.endswith(("backward", "gradients"))
@@ -308,11 +299,12 @@ def candidate(monkeypatch, tmp_path):
     verdicts.forget()
 
 
-def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
-    def wrong(*arrays, **options):
-        y, state = gated_delta_chunk(*arrays, **options)
-        return 1.1 * y, state
+def wrong(*arrays, **options):
+    y, state = gated_delta_chunk(*arrays, **options)
+    return 1.1 * y, state
 
+
+def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
     candidate("fused", gated_delta_chunk)
     assert implementations.compare(GATED_DELTA, "fused", SMALL[0]).status == PASSED
     candidate("fused", wrong)
@@ -323,3 +315,32 @@ def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
     assert implementations.compare(GATED_DELTA, "native", SMALL[0]).status == NOT_RUN
     candidate("native", "heads too odd")
     assert implementations.compare(GATED_DELTA, "native", SMALL[0]).detail == "it does not cover this: heads too odd"
+
+
+def test_every_implementation_that_is_right_is_timed_at_each_length(candidate, monkeypatch):
+    assert hardware.implementations(ATTENTION, True).status == PASSED
+    lengths = []
+
+    def fused(*arrays, **options):
+        lengths.append(arrays[0].shape[1])
+        return gated_delta_chunk(*arrays, **options)
+
+    candidate("fused", fused)
+    candidate("native", wrong)
+    monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    monkeypatch.setattr(hardware, "_LENGTHS", (5, 70))
+    timed = hardware.implementations(GATED_DELTA, False).facts["milliseconds"]
+    assert [(length, *sorted(by_name)) for length, by_name in timed.items()] == [(n, "chunk", "fused") for n in (5, 70)]
+    assert {5, 70} <= set(lengths)
+    assert all(ms > 0 for by_name in timed.values() for ms in by_name.values())
+
+
+def test_packed_matrices_and_the_disk_are_measured(monkeypatch, tmp_path):
+    assert (hardware.implementations(ATTENTION, True).status == NOT_RUN) == (backend.device() == "cpu")
+    monkeypatch.chdir(tmp_path)
+    (times,) = hardware.products(True).facts["milliseconds"].values()
+    assert list(times) == ["dense", "4 bits", "unpacked first"]
+    rates = hardware.disk(True).facts["bytes_per_second"]
+    assert rates.keys() == {"uncached", "cached"}
+    assert min(rates.values()) > 0
+    assert not list(tmp_path.iterdir())

@@ -1,17 +1,11 @@
 """docs/hardware.md equals the output of scripts/hardware_table.py for the records in docs/hardware."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+import hardware_table as table
 from deltatune.selftest.record import SelftestRecord
-
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("hardware_table", ROOT / "scripts" / "hardware_table.py")
-table = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(table)
 
 
 def test_the_page_is_made_of_the_records():

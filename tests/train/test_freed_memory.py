@@ -14,8 +14,8 @@ from deltatune.train.freed_memory import FreedMemory
 class _Allocator:
     """Stands for the allocator of a GPU that holds 100 bytes."""
 
-    def __init__(self) -> None:
-        self.limit, self.peak, self.kept = 100, 0, 0
+    def __init__(self, limit: int = 100) -> None:
+        self.limit, self.peak, self.kept = limit, 0, 0
 
     def set_limit(self, limit: int) -> int:
         before, self.limit = self.limit, limit
@@ -25,16 +25,20 @@ class _Allocator:
         self.kept = 0
 
 
+def put_in_place(allocator: _Allocator, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(mx, "set_memory_limit", allocator.set_limit)
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: allocator.peak)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: allocator.kept)
+    monkeypatch.setattr(mx, "clear_cache", allocator.clear)
+
+
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Allocator]:
-    found = _Allocator()
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(mx, "set_memory_limit", found.set_limit)
-    monkeypatch.setattr(mx, "get_peak_memory", lambda: found.peak)
-    monkeypatch.setattr(mx, "get_cache_memory", lambda: found.kept)
-    monkeypatch.setattr(mx, "clear_cache", found.clear)
-    yield found
-    assert found.limit == 100
+    made = _Allocator()
+    put_in_place(made, "cuda", monkeypatch)
+    yield made
+    assert made.limit == 100
 
 
 def test_the_bound_follows_the_peak_and_nothing_is_given_back_between_iterations(allocator):
@@ -95,18 +99,14 @@ def test_an_error_restores_the_limit(allocator):
         fails_after_an_iteration()
 
 
-class _Metal:
+class _Metal(_Allocator):
     """MetalAllocator of mlx 0.32.4, as its macOS wheel has it, for a GPU of 100 bytes and 40 buffers."""
 
     WORKING_SET, BUFFERS = 100, 40
 
     def __init__(self) -> None:
-        self.limit, self.peak, self.active, self.flushed = 150, 0, 0, 0
-        self.used, self.kept = [], []
-
-    def set_limit(self, limit: int) -> int:
-        before, self.limit = self.limit, limit
-        return before
+        super().__init__(150)
+        self.flushed, self.used, self.kept = 0, [], []
 
     def allocate(self, size: int) -> None:
         fits = [each for each in self.kept if size <= each < 2 * size]
@@ -140,9 +140,7 @@ class _Metal:
 @pytest.fixture
 def metal(monkeypatch: pytest.MonkeyPatch) -> _Metal:
     made = _Metal()
-    monkeypatch.setattr(backend, "device", lambda: "metal")
-    monkeypatch.setattr(mx, "set_memory_limit", made.set_limit)
-    monkeypatch.setattr(mx, "get_peak_memory", lambda: made.peak)
+    put_in_place(made, "metal", monkeypatch)
     return made
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import mlx.core as mx
 import pytest
@@ -23,12 +22,9 @@ ROWS = [
     {"prompt": f"Who has {n} cups?", "completion": f"Table {n}.", "chosen": f"Table {n}.", "rejected": "No one."}
     for n in range(12)
 ]
+ROLES = ("user", "assistant")
 CHATS = [
-    {
-        "messages": [
-            {"role": role, "content": f"{role} {turn} of {n}"} for turn in "ab" for role in ("user", "assistant")
-        ]
-    }
+    {"messages": [{"role": role, "content": f"{role} {turn} of {n}"} for turn in "ab" for role in ROLES]}
     for n in range(12)
 ]
 LORA = LoraConfig(
@@ -167,12 +163,24 @@ def in_python(config):
     return Trainer(loaded.model, loaded.tokenizer, config, splits, **more)
 
 
+def prepared(config, **how):
+    """A model with adapters, converted as `how` says, and the data of the options."""
+    loaded = load(config.model)
+    convert_to_lora(loaded.model, how.pop("lora", config.lora_parameters), **how)
+    return loaded, load_datasets(config, loaded.tokenizer)
+
+
+def untimed(record):
+    return {
+        key: value for key, value in record.items() if not any(word in key for word in ("second", "memory", "time"))
+    }
+
+
 def left(folder):
     """The results of a run: its weights, the files beside them, and its figures without times and memory."""
     arrays = {path.name: mx.load(str(path)) for path in folder.glob("*.safetensors")}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("second", "memory", "time")
-    figures = [{key: value for key, value in one.items() if not any(word in key for word in timed)} for one in records]
+    figures = list(map(untimed, records))
     described = {}
     for name in ("adapter_config.json", "run_options.json"):
         if (folder / name).exists():
@@ -270,9 +278,7 @@ def test_a_model_that_trains_something_else_is_refused(base, tmp_path, changes, 
 )
 def test_examples_of_other_options_are_refused(base, tmp_path, loaded_with, changes, message):
     config = TrainConfig(**base("", adapter_path=str(tmp_path / "out"), **changes))
-    loaded = load(config.model)
-    convert_to_lora(loaded.model, config.lora_parameters)
-    splits = load_datasets(TrainConfig(**base("", **loaded_with)), loaded.tokenizer)
+    loaded, splits = prepared(TrainConfig(**base("", **loaded_with)))
     if message is None:
         splits = Splits(train=splits.train)
         message = "early_stopping needs validation data"
@@ -283,18 +289,14 @@ def test_examples_of_other_options_are_refused(base, tmp_path, loaded_with, chan
 @pytest.mark.bad_input("`Trainer` with resize_embeddings and a model without rows for new tokens")
 def test_rows_for_new_tokens_are_asked_for(base, tmp_path):
     config = TrainConfig(**base("new tokens", rows=ROWS, adapter_path=str(tmp_path / "out")))
-    loaded = load(config.model)
-    convert_to_lora(loaded.model, config.lora_parameters)
-    splits = load_datasets(config, loaded.tokenizer)
+    loaded, splits = prepared(config)
     with pytest.raises(UserError, match="resize_embeddings: tokens were added to the tokenizer"):
         Trainer(loaded.model, loaded.tokenizer, config, splits)
 
 
 def test_options_at_their_defaults_leave_the_adapters_to_the_conversion(base, tmp_path):
     config = TrainConfig(**base("", adapter_path=str(tmp_path / "out")))
-    loaded = load(config.model)
-    convert_to_lora(loaded.model, LoraConfig(rank=2, scale=2.0, keys=["o_proj"]), num_layers=1)
-    splits = load_datasets(config, loaded.tokenizer)
+    loaded, splits = prepared(config, lora=LoraConfig(rank=2, scale=2.0, keys=["o_proj"]), num_layers=1)
     Trainer(loaded.model, loaded.tokenizer, config, splits, screen=Screen(shown=False)).run()
     written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_parameters"]
     assert (written["rank"], written["scale"], len(written["keys"])) == (2, 2.0, 1)
@@ -312,12 +314,9 @@ def test_a_file_of_adapter_weights_and_a_saved_run_are_continued(base, tmp_path,
     (found, *more), (expected, *others) = left(tmp_path / "python"), left(tmp_path / "command")
     assert more == others
     assert all(mx.array_equal(found[name][key], expected[name][key]) for name in expected for key in expected[name])
-    shutil.rmtree(tmp_path / "first")
-    fresh = TrainConfig(**base("", adapter_path=str(tmp_path / "fresh"), iters=2))
-    in_python(fresh).run()
-    assert left(tmp_path / "fresh")[1][0] != more[0][0]
-    in_python(dataclasses.replace(fresh, iters=1, overwrite=True)).run()
-    assert not (tmp_path / "fresh-1").exists()
+    assert left(tmp_path / "first")[1][0] != more[0][0]
+    in_python(dataclasses.replace(first, iters=1, overwrite=True)).run()
+    assert not (tmp_path / "first-1").exists()
 
 
 class Logger:
@@ -333,11 +332,7 @@ class Logger:
         cls.sent += [folder.name]
 
     def log(self, record, iteration):
-        timed = ("second", "memory", "time")
-        self.sent += [
-            iteration,
-            {key: value for key, value in record.items() if not any(word in key for word in timed)},
-        ]
+        self.sent += [iteration, untimed(record)]
 
     def log_samples(self, samples, iteration):
         self.sent += [iteration, samples]
@@ -365,10 +360,9 @@ def test_loggers_get_what_the_command_gives_them(base, tmp_path, monkeypatch):
 def test_the_variables_of_the_template_are_those_of_the_data(base, tmp_path):
     """Samples and the adapter's config have the variables with which the answers of the data were written."""
     config = TrainConfig(**base("", adapter_path=str(tmp_path / "out")))
-    loaded = load(config.model)
-    convert_to_lora(loaded.model, config.lora_parameters)
+    loaded, splits = prepared(config)
     options = {"enable_thinking": False}
-    splits = dataclasses.replace(load_datasets(config, loaded.tokenizer), template_options=options)
+    splits = dataclasses.replace(splits, template_options=options)
     assert Trainer(loaded.model, loaded.tokenizer, config, splits).config.chat_template_config == options
 
 

@@ -18,7 +18,7 @@ from deltatune.errors import UserError
 from deltatune.train import StoppedError
 from deltatune.train.reports import log
 from deltatune.train.step import Step
-from killed_runs import adapters
+from killed_runs import adapters, same
 
 ONLY = {"val_batches": 0}
 
@@ -65,8 +65,7 @@ def test_a_signal_saves_and_the_resumed_run_gives_the_same_bits(
         run_with(make_trainer(), interrupt)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     resumed = make_trainer(resume=True).run()
-    assert adapters(tmp_path / "out") == adapters(straight)
-    assert read_metrics(tmp_path / "out") == read_metrics(straight)
+    same(tmp_path / "out", straight)
     assert resumed.best_val_loss == min(record["val_loss"] for record in read_metrics(straight) if "val_loss" in record)
 
 

@@ -55,10 +55,13 @@ def joined(*batches):
     return dataclasses.replace(batches[0], **fields)
 
 
+def step_of(made, config=None, loss=None, **options):
+    return Step(made, build_optimizer(config or TrainConfig()), loss or full_loss(made), World(), **options)
+
+
 def run(made, batches, accumulate, loss=None, **options):
     config = TrainConfig(optimizer="sgd", learning_rate=0.5, lr_schedule="constant", warmup=0.0)
-    update = UpdateOptions(accumulate, **options)
-    step = Step(made, build_optimizer(config), loss or full_loss(made), World(), update=update)
+    step = step_of(made, config, loss, update=UpdateOptions(accumulate, **options))
     norms, accumulated, loss_sum, weight_sum = [], step.zeros(), mx.array(0.0), mx.array(0.0)
     for index, each in enumerate(batches, 1):
         loss_value, weight, accumulated, _ = step.micro_batch(each, accumulated)
@@ -104,7 +107,7 @@ def test_dropout_is_drawn_anew_each_step_from_the_steps_own_key():
     runs = []
     for _ in range(2):
         made = model(dropout=0.5)
-        step = Step(made, build_optimizer(TrainConfig()), full_loss(made), World())
+        step = step_of(made)
         step.random[0] = mx.random.key(7)
         losses = [step.micro_batch(batch(0), None)[0].item() for _ in range(3)]
         runs.append(losses)
@@ -116,7 +119,7 @@ def test_dropout_is_drawn_anew_each_step_from_the_steps_own_key():
 def test_a_parameter_that_somebody_replaces_is_the_one_that_trains(between):
     """Parameters are parts of one bundle. The bundle's old numbers must not overwrite a parameter that was replaced."""
     made, config = model(), TrainConfig(optimizer="sgd", learning_rate=0.5, lr_schedule="constant", warmup=0.0)
-    step = Step(made, build_optimizer(config), full_loss(made), World())
+    step = step_of(made, config)
     loss, weight, gradients, _ = step.micro_batch(batch(0), None)
     step.update(gradients, loss, weight)
     zeros = {"out": {"weight": mx.zeros((11, 8)), "bias": mx.zeros(11)}}
@@ -199,7 +202,7 @@ def test_arrays_from_the_host_keep_their_numbers(kinds):
 
 def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
     model = Tiny()
-    step = Step(model, build_optimizer(TrainConfig()), full_loss(model), World())
+    step = step_of(model)
     before, weight = step.joined, mx.array(np.array(model.out.weight))
     step.settle()
     assert before
@@ -210,7 +213,7 @@ def test_settled_parameters_are_computed_and_stay_parts_of_their_bundles():
 def test_results_are_computed_by_operations_of_their_own(tmp_path):
     """Otherwise one thread may give up an array while another clears the list of those that were computed with it."""
     made = model(dropout=0.5)
-    step = Step(made, build_optimizer(TrainConfig()), full_loss(made), World(), machine=StepMachine(Launcher()))
+    step = step_of(made, machine=StepMachine(Launcher()))
     results = [*step.micro_batch(batch(0), step.zeros()), list(step.random)]
     results += [step.update(*(results[index] for index in (2, 0, 1))), step.parameters(), step.optimizer.state]
     last = []
@@ -227,13 +230,7 @@ def test_a_resumed_runs_moments_outlive_the_trace_before_its_first_update(reques
     def updated():
         made = model()
         launcher = Launcher() if launched else None
-        step = Step(
-            made,
-            build_optimizer(TrainConfig(optimizer=optimizer, warmup=0.0)),
-            full_loss(made),
-            World(),
-            machine=StepMachine(launcher),
-        )
+        step = step_of(made, TrainConfig(optimizer=optimizer, warmup=0.0), machine=StepMachine(launcher))
         restore(step.optimizer, tree_map(lambda leaf: leaf + 1 if leaf.ndim else leaf, step.optimizer.state))
         loss, weight, gradients, _ = step.micro_batch(batch(0), step.zeros())
         step.update(gradients, loss, weight)

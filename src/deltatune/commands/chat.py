@@ -53,12 +53,7 @@ def chat(options: ChatOptions) -> None:
 
 
 class Chat:
-    """A conversation on the terminal.
-
-    Args:
-        options: The options of the command.
-        session: The session with the model.
-    """
+    """A conversation on the terminal with the model of a session."""
 
     def __init__(self, options: ChatOptions, session: Session):
         from ..lora.convert import can_be_without
@@ -130,11 +125,7 @@ class Chat:
         self._room = tokens
 
     def _make_room(self, question: str) -> None:
-        """Plan memory anew where a question ends a longer conversation than was planned for.
-
-        Raises:
-            UserError: Memory is too little for it, or the chat template refuses it.
-        """
+        """Plan memory anew for a longer conversation; UserError where it is too little, or the template refuses it."""
         if self._options.memory is None:
             return
         tokens = max(len(dialogue.prompt(question)) for dialogue in self._dialogues)

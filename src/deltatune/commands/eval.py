@@ -56,12 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
-    """Print and return a model's figures on tasks of lm-eval, by task.
+    """Print and return the figures of a model, alone or with the adapter in a folder, on tasks of lm-eval, by task.
 
-    Args:
-        config: Options of a run, of which the model, batch_size and max_seq_length matter here.
-        options: The tasks, and how they are put.
-        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
+    Of the options of a run, the model, batch_size and max_seq_length matter here.
 
     Raises:
         UserError: lm-eval is not installed, does not know a task, or cannot load its data.

@@ -137,8 +137,7 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..export.mlx_adapter import write_mlx
-    from ..lora.adapter_files import template_options
+    from ..lora.adapter_files import template_options, write_mlx
     from ..options.chat_template import written_options
 
     path = write_mlx(arguments.adapter_path, arguments.save_path)

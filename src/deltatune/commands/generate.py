@@ -101,11 +101,9 @@ def _say_speeds(last: Any, on_host: int) -> None:
 
 
 def _prompt(text: str) -> str:
-    r"""Return the prompt, read from standard input where it is `-`; UserError where that is empty or not UTF-8.
-
-    Standard input is taken as it stands. In an argument, \n and \t stand for a new line and a tab, as for mlx_lm.
-    """
+    """Return the prompt, read from standard input where it is `-`; UserError where that is empty or not UTF-8."""
     if text != "-":
+        # As for mlx_lm; standard input is taken as it stands.
         return text.replace("\\n", "\n").replace("\\t", "\t")
     if sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; give it the prompt, or give --prompt TEXT.")

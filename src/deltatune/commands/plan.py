@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="say which primitives hold the memory, where, and what smaller adapters would save",
+        help="say where in the model the peaks are, and what smaller adapters would save",
     )
     add_options(parser)
 

@@ -192,12 +192,7 @@ def _report_patches(report: PatchReport, verbose: bool) -> None:
 
 
 def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
-    """Print how many calls of the program got deltatune's gradients, or why none did.
-
-    Args:
-        left_alone: The functions with upstream's code on which training depends.
-        crashed: Whether the program ended with an error.
-    """
+    """Print how many calls of the program got deltatune's gradients, or why none did: functions were left alone."""
     from ..patches import recurrence, whole_rows
 
     counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]

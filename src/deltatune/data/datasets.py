@@ -25,12 +25,21 @@ from .chats import answer_ends
 from .example import Example, Splits
 from .preferences.preference import Preference, completed
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
-from .prompt_rows import prompt_example
+from .prompt_rows import PromptExample, prompt_example
 from .reader import LAST_TURN, Reader
 from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
-from .rows.row_streams import JsonLines, hugging_face_streams
-from .rows.sources import DataTable, hugging_face, in_memory, is_format, is_saved_dataset, json_file, jsonl
+from .rows.sources import (
+    DataTable,
+    JsonLines,
+    hugging_face,
+    hugging_face_streams,
+    in_memory,
+    is_format,
+    is_saved_dataset,
+    json_file,
+    jsonl,
+)
 from .vision.media import VisionProcessors
 from .vision.messages import VIDEO, media_kind
 
@@ -96,7 +105,7 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss == "grpo":
         if not config.train:
             raise UserError("loss: grpo has rewards in the place of a loss on a test set; leave it out here.")
-        return _load_prompts(config, tokenizer, tables["train"])
+        return _load_prompts(config, tokenizer, tables)
     reader = Reader(config, tokenizer, processors)
     splits: dict[str, Any] = {
         name: [example for part in tables[name] for example in reader.read(*part)] for name in needed
@@ -112,9 +121,22 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     return Splits(**splits, **about, facts=facts)
 
 
-def _load_prompts(config: TrainConfig, tokenizer: Any, parts: list[Part]) -> Splits:
+def _load_prompts(config: TrainConfig, tokenizer: Any, tables: dict[str, list[Part]]) -> Splits:
     """Read the prompts of a run that samples its answers; those too long for an answer are refused or left out."""
     refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=False))
+    notes: list[str] = []
+    splits: dict[str, Any] = {name: _prompts(config, tokenizer, parts, notes) for name, parts in tables.items()}
+    # Without val_split, all prompts are trained on: an evaluation samples answers, which takes time.
+    if config.val_split:
+        _hold_out(config, splits, tables, notes)
+    _check(config, splits, tables, notes)
+    rule = f"Loss on {config.num_generations} sampled answers to each prompt"
+    facts = Facts(pictures=False, turns=not all(prompt.plain for prompt in splits["train"]))
+    return Splits(**splits, rule=rule, notes=notes, facts=facts, template_options=config.chat_template_config)
+
+
+def _prompts(config: TrainConfig, tokenizer: Any, parts: list[Part], notes: list[str]) -> list[PromptExample]:
+    """Read the prompts of a split."""
     room = config.max_seq_length - config.max_completion_length
     read = [
         prompt_example(row, source, features, tokenizer, config)
@@ -122,7 +144,6 @@ def _load_prompts(config: TrainConfig, tokenizer: Any, parts: list[Part]) -> Spl
         for source, row in table.rows()
     ]
     prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
-    notes = []
     if left_out := len(read) - len(prompts):
         longest = max(read, key=lambda prompt: len(prompt.tokens))
         message = (
@@ -133,11 +154,7 @@ def _load_prompts(config: TrainConfig, tokenizer: Any, parts: list[Part]) -> Spl
         if config.overlong != "skip":
             raise UserError(f"{message}; raise max_seq_length, or leave such prompts out with --overlong skip.")
         notes.append(f"{message}: {left_out:,} of {len(read):,} prompts were left out.")
-    splits: dict[str, Any] = {"train": prompts}
-    _check(config, splits, {"train": parts}, notes)
-    rule = f"Loss on {config.num_generations} sampled answers to each prompt"
-    facts = Facts(pictures=False, turns=not all(prompt.plain for prompt in prompts))
-    return Splits(**splits, rule=rule, notes=notes, facts=facts, template_options=config.chat_template_config)
+    return prompts
 
 
 def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Splits:
@@ -214,8 +231,6 @@ Part = tuple[Any, Features]
 
 
 def _needed_splits(config: TrainConfig) -> list[str]:
-    if config.loss == "grpo" and config.train:
-        return ["train"]
     return (["train", "valid"] if config.train else []) + (["test"] if config.test else [])
 
 
@@ -371,7 +386,7 @@ def _check(
         return
     examples = splits["train"]
     rows = len(examples)
-    if config.pack:
+    if config.packs_data:
         rows = len(pack([example.positions for example in examples], row_capacity(config)))
         if rows < config.batch_size:
             packed = "1 packed row" if rows == 1 else f"{rows:,} packed rows"

@@ -25,8 +25,7 @@ from .preferences.preference_rows import PreferenceEncoder
 from .rows.row_formats import ALPACA, SHAREGPT, Features
 from .rows.sources import DataTable
 from .rows.unread_columns import MEANINGS
-from .text import TextEncoder
-from .text_with_pictures import MediaPlacer
+from .text import MediaPlacer, TextEncoder
 from .token_cache import Encoded
 from .vision.media import VisionProcessors, media_reader
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,7 @@ from typing import Any
 from ..data.prompts import Question, prompt_tokens
 from ..errors import UserError
 from ..layers import describe
-from ..models.batch_decoder import answer_all
+from ..models.batch_decoder import Sampler, answer_all
 from ..models.load import Loaded
 from ..options.config import TrainConfig
 from ..train import Result, Trainer
@@ -86,16 +86,16 @@ def run_demo(
     """
     started = time.perf_counter()
     output, screen = Path(output), screen or DemoScreen()
-    items = _written(output, questions)
+    items = written(output, questions, task.write)
     config = options(MODEL, output, iterations)
     screen.title("deltatune demo", "Messages come in at a café counter. The till wants one exact JSON call for each.")
 
     screen.part(1, "The base model")
     ready_run = ready(config)
     loaded = ready_run.loaded
-    screen.line(_describe(loaded))
+    screen.line(describe_model(loaded))
     screen.line("It has read small talk about people, drinks and days. It has never seen JSON, nor this task.")
-    before = _ask_and_print(loaded, items, screen, "red")
+    before = ask_and_print(loaded, items, screen, "red")
 
     screen.part(2, "Fine-tuning")
     ready_run.prepare()
@@ -106,8 +106,8 @@ def run_demo(
     _print_training(screen, result, config)
 
     screen.part(3, "The same messages again")
-    after = _ask_and_print(loaded, items, screen, "green")
-    screen.answers(_side_by_side(before, after))
+    after = ask_and_print(loaded, items, screen, "green")
+    screen.answers(side_by_side(before, after))
 
     screen.part(4, "A new process, with mlx-lm alone")
     with screen.working("mlx_lm.load(model, adapter_path=…)"):
@@ -115,19 +115,21 @@ def run_demo(
     same = sum(a == b for a, b in zip(reloaded, after.answers, strict=False))
     screen.line(f"mlx_lm.load reads the adapter; {same} of {len(reloaded):,} answers are the same.")
 
-    _write_report(trainer, config, result, before, after, f"{same} of {len(reloaded)}")
+    write_table(trainer, result, before, after, {"same through mlx-lm": f"{same} of {len(reloaded)}"})
     seconds = time.perf_counter() - started
-    screen.end(f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", str(trainer.outputs.report), _again(output), seconds)
+    screen.end(
+        f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", str(trainer.outputs.report), command_again(output), seconds
+    )
     return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
 
 
-def ask(loaded: Loaded, items: Sequence[CafeMessage]) -> Score:
-    """Let the model answer every item; each token is the most likely one."""
+def ask(loaded: Loaded, items: Sequence[CafeMessage], sampler: Sampler | None = None) -> Score:
+    """Let the model answer every item; each token is the most likely one, or that of the sampler."""
     started = time.perf_counter()
     prompts = [prompt_tokens(loaded.tokenizer, Question(item.message)) for item in items]
     answers = [
         loaded.tokenizer.decode(tokens)
-        for tokens in answer_all(loaded.model, loaded.tokenizer, prompts, max_tokens=LONGEST)
+        for tokens in answer_all(loaded.model, loaded.tokenizer, prompts, max_tokens=LONGEST, sampler=sampler)
     ]
     return Score(items, answers, time.perf_counter() - started)
 
@@ -175,16 +177,16 @@ def options(model: Path, output: Path, iterations: int, **more: Any) -> TrainCon
     return TrainConfig(**settings | more)
 
 
-def _written(output: Path, questions: int) -> list[CafeMessage]:
-    """Write the data, and return the held-out messages."""
+def written(output: Path, questions: int, write: Callable[..., dict[str, list[CafeMessage]]]) -> list[CafeMessage]:
+    """Write the data with a function such as task.write(), and return the held-out messages."""
     try:
-        return task.write(output / "data", test=questions)["test"]
+        return write(output / "data", test=questions)["test"]
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output.") from error
 
 
-def _again(output: Path) -> str:
-    """The command that asks the trained model another question."""
+def command_again(output: Path) -> str:
+    """Return the command that asks the trained model another question."""
     python, model = _shorter_path(sys.executable), _shorter_path(MODEL)
     return (
         f"{quote(python)} -m deltatune generate --model {quote(model)} --adapter-path {quote(str(output))} "
@@ -197,7 +199,8 @@ def _shorter_path(path: str | Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
-def _describe(loaded: Loaded) -> str:
+def describe_model(loaded: Loaded) -> str:
+    """Return the kind, the size and the layers of a model."""
     text = loaded.config["text_config"]
     numbers = sum(leaf.size for _, leaf in leaves(loaded.model.parameters()))
     return (
@@ -206,9 +209,12 @@ def _describe(loaded: Loaded) -> str:
     )
 
 
-def _ask_and_print(loaded: Loaded, items: Sequence[CafeMessage], screen: DemoScreen, style: str) -> Score:
+def ask_and_print(
+    loaded: Loaded, items: Sequence[CafeMessage], screen: DemoScreen, style: str, sampler: Sampler | None = None
+) -> Score:
+    """Ask the held-out messages, and print how many answers are right."""
     with screen.working(f"asking {len(items)} held-out messages"):
-        score = ask(loaded, items)
+        score = ask(loaded, items, sampler)
     percent = (f"{score.accuracy:.1%}", f"bold {style}")
     screen.line(percent, f" exactly right: {score} held-out messages, asked in {score.seconds:.0f} s.")
     return score
@@ -218,23 +224,27 @@ def _print_training(screen: DemoScreen, result: Result, config: TrainConfig) -> 
     losses = screen.losses
     curve = sparkline([math.log(loss) for loss in losses], 40)
     screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))
+    print_cost(screen, result, f"{config.batch_size} messages")
+
+
+def print_cost(screen: DemoScreen, result: Result, batch: str) -> None:
+    """Print the time, the speed and the memory of training, with the content of a batch."""
     screen.line(
-        f"{result.iterations:,} iterations of {config.batch_size} messages in {result.seconds:.0f} s; "
+        f"{result.iterations:,} iterations of {batch} in {result.seconds:.0f} s; "
         f"{result.tokens_per_second:,.0f} tok/s; peak memory {gigabytes(result.peak_memory)}."
     )
 
 
-def _side_by_side(before: Score, after: Score) -> list[tuple[str, str, str, bool]]:
-    """One rightly answered message of each kind, and the first wrong one where there is any."""
+def side_by_side(before: Score, after: Score) -> list[tuple[str, str, str, bool]]:
+    """Return one rightly answered message of each kind, and the first wrong one where there is any."""
     rows: dict[str, tuple[str, str, str, bool]] = {}
     for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True):
         rows.setdefault(item.tool if right else "wrong", (item.message, old, new, right))
     return sorted(rows.values(), key=lambda row: not row[3])
 
 
-def _write_report(
-    trainer: Trainer, config: TrainConfig, result: Result, before: Score, after: Score, same: str
-) -> None:
+def write_table(trainer: Trainer, result: Result, before: Score, after: Score, headline: dict[str, str]) -> None:
+    """Write the report of the run with every message, and with these figures at its head."""
     expected = [item.answer for item in after.items]
     messages = [item.message for item in after.items]
     rows = list(zip(messages, before.answers, after.answers, expected, after.right, strict=True))
@@ -247,12 +257,8 @@ def _write_report(
             ReportTable("Some held-out messages", columns, rows[:12], note),
             ReportTable(f"All {len(rows):,} messages", columns, rows, folded=True),
         ],
-        headline={
-            "right before": f"{before.accuracy:.1%}",
-            "right after": f"{after.accuracy:.1%}",
-            "same through mlx-lm": same,
-        },
+        headline={"right before": f"{before.accuracy:.1%}", "right after": f"{after.accuracy:.1%}"} | headline,
         title="deltatune demo",
-        commands=[_again(outputs.directory)],
+        commands=[command_again(outputs.directory)],
     )
-    write_report(outputs.report, outputs.metrics, config, dataclasses.asdict(result), description)
+    write_report(outputs.report, outputs.metrics, trainer.config, dataclasses.asdict(result), description)

@@ -27,6 +27,7 @@ class DemoScreen(Screen):
         self.console.width = min(self.console.width, WIDEST)
         super().__init__(console=self.console)
         self.losses: list[float] = []
+        self.rewards: list[float] = []
         self._began = 0.0
 
     def title(self, text: str, below: str) -> None:
@@ -79,7 +80,12 @@ class DemoScreen(Screen):
         """Leave out the trainer's lines."""
 
     def training(self, record: Record, total: int, left: float) -> None:
-        """Leave out the trainer's figures."""
+        """Leave out the trainer's figures, but keep the mean reward, which the bar shows in the place of the loss."""
+        if "reward" in record:
+            self.rewards.append(record["reward"])
+
+    def samples(self, record: Record) -> None:
+        """Leave out the answers that the trainer shows."""
 
     def validation(self, record: Record, *, best: bool) -> None:
         """Leave out the trainer's figures."""
@@ -109,6 +115,8 @@ class DemoScreen(Screen):
             total = self._bar.tasks[0].total or done
             left = (time.perf_counter() - self._began) / done * (total - done)
             note = "" if loss is None else f"loss {loss:.4f}  "
+            if self.rewards:
+                note = f"reward {self.rewards[-1]:.2f}  "
             self._bar.update(self._task, completed=done, note=f"{note}{duration(left)} left")
 
     def evaluating(self, done: int, total: int) -> None:

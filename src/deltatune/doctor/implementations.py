@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ..ops import operators
 from ..ops.gated_delta.tolerances import TF32
 from ..ops.kernels.cubin import built_side_by_side
 from ..ops.operator import candidates, timing
-from ..ops.operator.operator import Operator
+from ..ops.operator.operator import Candidate, Operator
 from ..ops.operator.verdicts import Verdict
 
 
@@ -29,6 +30,7 @@ class Finding:
         errors: The largest error of each result, relative to the largest element.
         worst: The name of the result with the largest error relative to its bound.
         bound: The largest error allowed for that result.
+        seconds: How long its trial took, in which kernels are built that no process has built before.
     """
 
     implementation: str
@@ -38,6 +40,7 @@ class Finding:
     errors: dict[str, float] = field(default_factory=dict)
     worst: str | None = None
     bound: float | None = None
+    seconds: float | None = None
 
     @property
     def wrong(self) -> bool:
@@ -111,7 +114,8 @@ def times() -> list[Times]:
     return [_times(operator, call) for operator in tried for call in operator.examples()]
 
 
-def _times(operator: Operator, call: Any) -> Times:
+def right_here(operator: Operator, call: Any) -> dict[str, Candidate]:
+    """The implementations that support a call and are right on this machine, by name."""
     right = {}
     for name, candidate_of in operator.candidates.items():
         candidate = candidate_of(call)
@@ -119,7 +123,12 @@ def _times(operator: Operator, call: Any) -> Times:
             continue
         if candidate.trusted or candidates.verdict_on(operator, name, candidate).passed:
             right[name] = candidate
-    timed = {name: verdict for name, verdict in candidates.times(operator, right).items() if verdict.seconds}
+    return right
+
+
+def _times(operator: Operator, call: Any) -> Times:
+    verdicts = candidates.times(operator, right_here(operator, call))
+    timed = {name: verdict for name, verdict in verdicts.items() if verdict.seconds}
     milliseconds = {name: 1e3 * (verdict.seconds or 0.0) for name, verdict in timed.items()}
     changing = [name for name, verdict in timed.items() if not verdict.same_bits]
     return Times(f"{operator.name}, {call.words}", milliseconds, changing)
@@ -142,9 +151,11 @@ def _tried(operator: Operator, name: str, names: Sequence[str]) -> list[Finding]
         if isinstance(candidate, str):
             results.append(Finding(name, call.words, "not covered", candidate))
         elif candidate.checked is not None:
+            begun = time.perf_counter()
             verdict = candidates.verdict_anew(operator, name, candidate)
             failed = "wrong" if tuple(names) == (name,) else "refused"
             results.append(_finding(verdict, "right" if verdict.passed else failed))
+            results[-1].seconds = time.perf_counter() - begun
     return results
 
 

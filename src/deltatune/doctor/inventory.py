@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import mlx.core as mx
 
 from ..machine import blas, blas_fault, environment
 from ..ops.operator import verdicts
+from ..upstream import libmlx
 
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
 
@@ -20,7 +23,8 @@ def machine() -> dict[str, str]:
     """Facts about this machine by name, in the order in which they are shown."""
     about = verdicts.machine()
     cores = environment.cores()
-    facts = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{_memory() / 2**30:.1f} GiB"}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts = {"chip": f"{_chip()}, {cores} core{'s' * (cores != 1)}", "memory": f"{memory / 2**30:.1f} GiB"}
     facts["system"] = f"{_system()}, Python {platform.python_version()}"
     here = about["backend"]
     facts["device"] = here if here == "cpu" else f"{here}: {about['device']} {about['driver']}".rstrip()
@@ -45,6 +49,26 @@ def speed() -> float:
     return 2 * _SIDE**3 / best / 1e9
 
 
+def mlx_build() -> str:
+    """Whether MLX's Metal library holds kernels for the matrix units of an M5 and later, which MLX calls NAX."""
+    kernels = library.with_name("mlx.metallib") if (library := libmlx()) else None
+    if kernels is None or not kernels.is_file():
+        return "no Metal library"
+    return "NAX kernels" if b"_nax" in kernels.read_bytes() else "no NAX kernels"
+
+
+def thermal_state() -> str:
+    """How hot the machine is, as its system says: the lines of macOS's pmset, or the hottest zone that Linux names."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["/usr/bin/pmset", "-g", "therm"]
+            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    with contextlib.suppress(OSError, ValueError):
+        zones = [int(file.read_text()) for file in Path("/sys/class/thermal").glob("thermal_zone*/temp")]
+        return f"{max(zones) / 1e3:.0f} degrees Celsius"
+    return "not known"
+
+
 def _fp32(device: str) -> str:
     if device == "cpu":
         return "products in full fp32"
@@ -64,12 +88,6 @@ def _chip() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> int:
-    """Bytes of main memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _system() -> str:
-    if sys.platform == "darwin":
-        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
-    return f"{platform.system()} {platform.release()} {platform.machine()}"
+    name = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
+    return f"{name} {platform.machine()}"

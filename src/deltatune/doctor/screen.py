@@ -18,8 +18,7 @@ from rich.text import Text
 from ..ops.operator.operator import title_of
 from ..upstream import Probed
 from .examination import Examination, Forward, Layers, Patches, examine
-from .implementations import Finding, OperatorFindings, Times
-from .probes import Fault
+from .implementations import Finding, Times
 
 _GOOD, _WARNING, _BAD, _SKIPPED = ("✓", "green"), ("!", "yellow"), ("✗", "bold red"), ("–", "dim")
 _MARKS = {
@@ -80,23 +79,22 @@ def as_json(examination: Examination) -> str:
 
 def screen(examination: Examination) -> RenderableType:
     """Everything found, in sections for the terminal; the verdict comes last."""
+    faults = _marked((one.status, one.name, "" if one.status == "absent" else one.detail) for one in examination.faults)
     parts = [
         _section("This machine", _facts(examination.machine)),
         _section("Versions", Text(", ".join(f"{name} {version}" for name, version in examination.versions.items()))),
-        *map(_operator, examination.operators),
+        *(
+            _section(f"{title_of(found.name).capitalize()}: {found.order}", _marked(map(_finding, found.findings)))
+            for found in examination.operators
+        ),
         *_times(examination.times),
-        _section("Known faults, looked for here", _marked(map(_fault, examination.faults))),
+        _section("Known faults, looked for here", faults),
         _section("Patches", _patches(examination.patches)),
         _section("Private names of upstream", _private_names(examination.private_names)),
     ]
     if examination.model is not None:
         parts.append(_section(f"Model: {examination.model.path}", _model(examination.model)))
     return Group(*parts, _verdict(examination))
-
-
-def _operator(operator: OperatorFindings) -> RenderableType:
-    title = f"{title_of(operator.name).capitalize()}: {operator.order}"
-    return _section(title, _marked(map(_finding, operator.findings)))
 
 
 def _times(comparisons: list[Times]) -> list[RenderableType]:
@@ -151,34 +149,32 @@ def _finding(finding: Finding) -> Line:
     return finding.status, what, finding.detail
 
 
-def _fault(fault: Fault) -> Line:
-    return fault.status, fault.name, "" if fault.status == "absent" else fault.detail
+def _add(table: Table, mark: tuple[str, str], text: str, *, style: str = "", dim: str = "") -> None:
+    """Add a row with a mark, a text in a style, and further text that is dim."""
+    sign, of_sign = mark
+    table.add_row(Text(sign, style=of_sign), Text.assemble((text, style), (dim, "dim")))
 
 
 def _patches(patches: Patches) -> RenderableType:
     table = _columns(1, None)
     if patches.applied:
         counts = Counter(patch.package for patch in patches.applied)
-        text = Text(f"{len(patches.applied)} functions replaced: ")
-        text.append(", ".join(f"{count} of {package}" for package, count in counts.most_common()))
-        table.add_row(Text("✓", style="green"), text.append("\n--json names each", style="dim"))
+        packages = ", ".join(f"{count} of {package}" for package, count in counts.most_common())
+        _add(table, _GOOD, f"{len(patches.applied)} functions replaced: {packages}", dim="\n--json names each")
     for message in patches.untried:
-        table.add_row(Text("–", style="dim"), Text(message))
+        _add(table, _SKIPPED, message)
     for message in patches.left_alone:
-        table.add_row(Text("!", style="yellow"), Text(message))
-    for message in patches.absent:
-        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
-    if not table.row_count:
-        table.add_row(Text("–", style="dim"), Text("none applies", style="dim"))
+        _add(table, _WARNING, message)
+    for message in patches.absent or ([] if table.row_count else ["none applies"]):
+        _add(table, _SKIPPED, message, style="dim")
     return table
 
 
 def _private_names(names: list[Probed]) -> RenderableType:
-    table, present = _columns(1, None), sum(name.present for name in names)
-    table.add_row(Text("✓", style="green"), Text(f"{present} of {len(names)} are as deltatune knows them"))
-    for name in names:
-        if not name.present:
-            table.add_row(Text("!", style="yellow"), Text(f"{name.name} is gone. {name.without}"))
+    table, gone = _columns(1, None), [name for name in names if not name.present]
+    _add(table, _GOOD, f"{len(names) - len(gone)} of {len(names)} are as deltatune knows them")
+    for name in gone:
+        _add(table, _WARNING, f"{name.name} is gone. {name.without}")
     return table
 
 
@@ -186,15 +182,15 @@ def _model(layers: Layers) -> RenderableType:
     table = _columns(1, None)
     kinds = ", ".join(f"{count} {kind}" for kind, count in layers.kinds.items())
     experts = f"; experts in {layers.experts}" if layers.experts else ""
-    table.add_row(Text("✓", style="green"), Text(f"{sum(layers.kinds.values())} layers: {kinds}{experts}"))
+    _add(table, _GOOD, f"{sum(layers.kinds.values())} layers: {kinds}{experts}")
     for forward in layers.forwards:
         _forward(table, forward)
     for sentence in layers.known_faults:
-        table.add_row(Text(_WARNING[0], style=_WARNING[1]), Text(sentence))
+        _add(table, _WARNING, sentence)
     if layers.without_row is not None:
-        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(layers.without_row, style="red"))
+        _add(table, _BAD, layers.without_row, style="red")
     for message in layers.left_out:
-        table.add_row(Text("–", style="dim"), Text(message, style="dim"))
+        _add(table, _SKIPPED, message, style="dim")
     return table
 
 
@@ -203,38 +199,32 @@ def _forward(table: Table, forward: Forward) -> None:
     through = f"  on {forward.data}, through {forward.package}"
     for operator, counts in forward.served.items():
         layers, others = sum(counts.values()), counts.get("", 0)
-        # Upstream's attention and experts are right as well, only slower; its gated delta is a loop.
-        sign, style = _WARNING if others and operator == "gated delta" else _GOOD
         by = ", ".join(f"{name} in {count}" for name, count in counts.items() if name)
-        ours = f"{layers - others} of {layers} layers with {operator}"
-        text = Text(f"{ours} train with deltatune's{f': {by}' if by else ''}")
-        text.append(through, style="dim")
-        table.add_row(Text(sign, style=style), text)
+        text = f"{layers - others} of {layers} layers with {operator} train with deltatune's{f': {by}' if by else ''}"
+        # Upstream's attention and experts are right as well, only slower; its gated delta is a loop.
+        _add(table, _WARNING if others and operator == "gated delta" else _GOOD, text, dim=through)
     for path in forward.unreached:
-        table.add_row("", Text(f"{path} runs other code: its speed, memory and gradients", style="yellow"))
+        _add(table, ("", ""), f"{path} runs other code: its speed, memory and gradients", style="yellow")
     if forward.untraced is not None:
-        text = Text("custom kernels: not known").append(through, style="dim").append(f"\n{forward.untraced}")
-        table.add_row(Text(_WARNING[0], style=_WARNING[1]), text)
+        _add(table, _WARNING, "custom kernels: not known", dim=f"{through}\n{forward.untraced}")
         return
-    kernels = [kernel for kernel in forward.kernels if kernel.differentiable]
     if not forward.kernels:
-        table.add_row(Text("✓", style="green"), Text("reaches no custom kernel").append(through, style="dim"))
-    for kernel in kernels:
-        text = Text(f"kernel {kernel.name}: has a gradient, or needs none").append(through, style="dim")
-        table.add_row(Text("✓", style="green"), text.append(f"\n{kernel.caller}", style="dim"))
+        _add(table, _GOOD, "reaches no custom kernel", dim=through)
+    for kernel in forward.kernels:
+        if kernel.differentiable:
+            _add(
+                table, _GOOD, f"kernel {kernel.name}: has a gradient, or needs none", dim=f"{through}\n{kernel.caller}"
+            )
     for message in forward.untrainable:
-        table.add_row(Text(_BAD[0], style=_BAD[1]), Text(message, style="red").append(through, style="dim"))
+        _add(table, _BAD, message, style="red", dim=through)
 
 
 def _verdict(examination: Examination) -> RenderableType:
-    if examination.untrainable:
-        stopped = (
-            f"This model cannot be trained on an Apple GPU: {len(examination.untrainable)} kernels without a gradient."
-        )
-        return Group(Rule(style="red"), Text(stopped, style="bold red"))
-    if examination.wrong:
-        message = "This model and its tokenizer do not fit: see ✗ above."
-        if examination.faulty:
-            message = "Something here would train wrong: see ✗ above, and please report it with --json."
-        return Group(Rule(style="red"), Text(message, style="bold red"))
-    return Group(Rule(style="green"), Text("Nothing here would train wrong.", style="bold green"))
+    words, colour = "Nothing here would train wrong.", "red" if examination.wrong else "green"
+    if kernels := len(examination.untrainable):
+        words, colour = f"This model cannot be trained on an Apple GPU: {kernels} kernels without a gradient.", "red"
+    elif examination.faulty:
+        words = "Something here would train wrong: see ✗ above, and please report it with --json."
+    elif examination.wrong:
+        words = "This model and its tokenizer do not fit: see ✗ above."
+    return Group(Rule(style=colour), Text(words, style=f"bold {colour}"))

@@ -22,7 +22,8 @@ class Adapter(nn.Module):
     """A module around `base` that returns base(x) + scale * update(dropout(x)); subclasses define the update.
 
     Args:
-        base: The module to adapt.
+        base: The module to adapt, dense or quantised.
+        rank: The inner size r of the update.
         scale: The factor of the update.
         dropout: The share of the update's inputs that training sets to zero, from 0 to below 1.
     """
@@ -32,17 +33,21 @@ class Adapter(nn.Module):
     dense_class: ClassVar[type[nn.Module]]
     kind: ClassVar[str] = "lora"
 
-    def __init__(self, base: nn.Module, scale: float, dropout: float):
+    def __init__(self, base: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
         super().__init__()
         self[self.base_name] = base
         self.dropout = nn.Dropout(p=dropout)
         self.scale = scale
+        self.begin(rank)
 
     @classmethod
     def from_base(cls, base: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0) -> Any:
         """Return an adapter around `base` with lora_b = 0, so that its outputs are those of `base`."""
-        make: Any = cls
-        return make(base, rank, scale, dropout)
+        return cls(base, rank, scale, dropout)
+
+    def begin(self, rank: int) -> None:
+        """Set the trained arrays, with an update of zero."""
+        raise NotImplementedError
 
     @property
     def base(self) -> nn.Module:

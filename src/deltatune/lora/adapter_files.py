@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -212,9 +213,9 @@ def _check_saved_settings(model: nn.Module, path: Path) -> None:
         "rank": max(_rank_of(_stored(adapter)) for adapter in by_path),
         "scale": first.scale,
     }
-    scales = [settings.get("scale") for settings in (saved, current)]
-    if all(isinstance(scale, int | float) for scale in scales) and math.isclose(*scales, rel_tol=1e-6):
-        current["scale"] = saved["scale"]
+    scale = saved.get("scale")
+    if isinstance(scale, int | float) and math.isclose(scale, first.scale, rel_tol=1e-6):
+        current["scale"] = scale
     differing = [name for name in saved if saved[name] != current[name]]
     if differing:
         there, here = (", ".join(f"{name} {settings[name]!r}" for name in differing) for settings in (saved, current))
@@ -251,6 +252,26 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"--peft {directory} --model MODEL --save-path NEW."
         )
     return content
+
+
+def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
+    """Copy the two files that make an adapter into a new folder, for mlx_lm.generate, mlx_lm.server and LM Studio.
+
+    Raises:
+        UserError: The adapter is damaged, or the folder holds one already or cannot be written.
+    """
+    adapter_path, save_path = Path(adapter_path), Path(save_path)
+    read_config(adapter_path)
+    read_weights(adapter_path / WEIGHTS)
+    if (save_path / CONFIG).exists():
+        raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
+    try:
+        save_path.mkdir(parents=True, exist_ok=True)
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(adapter_path / name, save_path / name)
+    except OSError as error:
+        raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
+    return save_path
 
 
 def options_of(directory: Path) -> dict[str, Any]:

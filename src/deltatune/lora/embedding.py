@@ -15,19 +15,14 @@ from .weights import dense_weight
 class LoRAEmbedding(Adapter):
     """An embedding with a low-rank update: embedding(ids) + scale * dropout(A[ids] B), [..., dims] for ids [...].
 
-    Args:
-        embedding: An nn.Embedding or nn.QuantizedEmbedding.
-        rank: The inner size r of the update.
-        scale: The factor of the update.
-        dropout: The share of the update's values that training sets to zero (`as_linear`: of its inputs).
+    Dropout sets values of the update to zero, and in `as_linear` its inputs.
     """
 
     base_name = "embedding"
     dense_class = nn.Embedding
 
-    def __init__(self, embedding: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
-        super().__init__(embedding, scale, dropout)
-        vocabulary, dims = embedding["weight"].shape[0], dense_weight(embedding).shape[1]
+    def begin(self, rank: int) -> None:
+        vocabulary, dims = self.embedding["weight"].shape[0], dense_weight(self.embedding).shape[1]
         self.lora_a = uniform(vocabulary, (vocabulary, rank))
         self.lora_b = mx.zeros((rank, dims))
 
@@ -49,9 +44,9 @@ class DoRAEmbedding(LoRAEmbedding):
 
     kind = "dora"
 
-    def __init__(self, embedding: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
-        super().__init__(embedding, rank, scale, dropout)
-        self.m = row_norms(dense_weight(embedding))
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self.m = row_norms(dense_weight(self.embedding))
         self._base_norm = self.m
 
     def __call__(self, ids: mx.array) -> mx.array:

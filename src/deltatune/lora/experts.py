@@ -69,10 +69,9 @@ class LoRASwitchLinear(Adapter):
     base_name = "linear"
     dense_class = PlainSwitchLinear
 
-    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
-        super().__init__(linear, scale, dropout)
-        experts, outputs = linear["weight"].shape[:2]
-        inputs = input_size(linear)
+    def begin(self, rank: int) -> None:
+        experts, outputs = self.linear["weight"].shape[:2]
+        inputs = input_size(self.linear)
         self.lora_a = uniform(inputs, (experts, rank, inputs))
         self.lora_b = mx.zeros((experts, outputs, rank))
 
@@ -94,9 +93,13 @@ class LoRASwitchLinear(Adapter):
         return self.lora_b.shape[1]
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        if sorted_indices:
-            _check_sorted(x, indices)
-        elif indices.size >= backend.here(_SORTED_FROM):
+        if sorted_indices and math.prod(x.shape[:-2]) != indices.size:
+            # The gradient of MLX's sorted product would read past the end of the rows.
+            raise ValueError(
+                f"sorted_indices: expected a row [1, {x.shape[-1]}] of x for each of the {indices.size} indices, got x "
+                f"{list(x.shape)}: repeat the rows (x[order // k]), or leave sorted_indices False."
+            )
+        if not sorted_indices and indices.size >= backend.here(_SORTED_FROM):
             return _sorted_by_expert(self, x, indices)
         update = self.dropout(x)
         for factor in (self.lora_a, self.lora_b):
@@ -105,15 +108,6 @@ class LoRASwitchLinear(Adapter):
 
     def adapted_weight(self) -> mx.array:
         return dense_weight(self.linear).astype(mx.float32) + (self.scale * self.lora_b) @ self.lora_a
-
-
-def _check_sorted(x: mx.array, indices: mx.array) -> None:
-    """Refuse fewer rows than indices: the gradient of MLX's sorted product would read past the end of the rows."""
-    if math.prod(x.shape[:-2]) != indices.size:
-        raise ValueError(
-            f"sorted_indices: expected a row [1, {x.shape[-1]}] of x for each of the {indices.size} indices, got x "
-            f"{list(x.shape)}: repeat the rows (x[order // k]), or leave sorted_indices False."
-        )
 
 
 def _sorted_by_expert(linear: Callable[..., mx.array], x: mx.array, indices: mx.array) -> mx.array:
@@ -158,7 +152,10 @@ def projection(module: nn.Module) -> Projection | None:
         factors = ("lora_a", "lora_b")
         still = frozen(adapter)
         trains += [name for name in factors if name not in still]
-        settings |= dict(zip(factors, _factors(adapter), strict=True)) | {"scale": adapter.scale} | _dropout(adapter)
+        settings |= dict(zip(factors, _factors(adapter), strict=True)) | {"scale": adapter.scale}
+        rate = dropout_rate(adapter.dropout) if adapter.dropout.training else 0.0
+        if rate:
+            settings |= {"dropout": rate, "key": mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)}
     return Projection(**arrays, **settings, trains=tuple(trains))
 
 
@@ -169,10 +166,3 @@ def _factors(adapter: nn.Module) -> tuple[mx.array, mx.array]:
     if not missing:
         return a, b
     return mx.pad(a, [(0, 0), (0, missing), (0, 0)]), mx.pad(b, [(0, 0), (0, 0), (0, missing)])
-
-
-def _dropout(adapter: nn.Module) -> dict[str, Any]:
-    rate = dropout_rate(adapter.dropout)
-    if not adapter.dropout.training or rate == 0:
-        return {}
-    return {"dropout": rate, "key": mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)}

@@ -150,16 +150,11 @@ def factor_dtypes(model: nn.Module) -> dict[str, mx.Dtype]:
 
 
 class _Cast(NamedTuple):
-    """Both factors of an adapter in the dtype of its input rows, kept under its lora_a.
+    """Both factors of an adapter in the dtype of its input rows, a [in, r] and b [r, out], kept under its lora_a.
 
     A GPU multiplies in the dtype of the rows, and the factors are fp32. Casting them for every token would take two
     launches of each adapter, so they are kept while the next calls are of one token, too, and while the adapter holds
     the same arrays. A factor whose numbers change in place, as by `lora_b *= 2`, counts from the next prompt on.
-
-    Attributes:
-        origin_of_b: The lora_b that `b` was made from.
-        a: [in, r].
-        b: [r, out].
     """
 
     origin_of_b: weakref.ref[mx.array]
@@ -193,11 +188,7 @@ def _cast(a: mx.array, b: mx.array, dtype: mx.Dtype, known: Known) -> _Cast:
 class LoRALinear(Adapter):
     """A linear layer with a low-rank update: y = linear(x) + scale * dropout(x) A B, in the dtype of linear(x).
 
-    Args:
-        linear: An nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
-        rank: The inner size r of the update.
-        scale: The factor of the update.
-        dropout: The share of the update's inputs that training sets to zero.
+    Its base is an nn.Linear or nn.QuantizedLinear, or a module that holds its arrays under the same names.
 
     Example:
         >>> layer = LoRALinear.from_base(nn.Linear(64, 32), rank=4)
@@ -208,9 +199,8 @@ class LoRALinear(Adapter):
     base_name = "linear"
     dense_class = nn.Linear
 
-    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
-        super().__init__(linear, scale, dropout)
-        inputs, outputs = input_size(linear), linear["weight"].shape[0]
+    def begin(self, rank: int) -> None:
+        inputs, outputs = input_size(self.linear), self.linear["weight"].shape[0]
         self.lora_a = uniform(inputs, (inputs, rank))
         self.lora_b = mx.zeros((rank, outputs))
 
@@ -244,9 +234,9 @@ class DoRALinear(LoRALinear):
 
     kind = "dora"
 
-    def __init__(self, linear: nn.Module, rank: int = 16, scale: float = 2.0, dropout: float = 0.0):
-        super().__init__(linear, rank, scale, dropout)
-        self.m = row_norms(dense_weight(linear))
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self.m = row_norms(dense_weight(self.linear))
         # The underscore keeps the base's norms out of the parameters, while m is trained.
         self._base_norm = self.m
 

@@ -115,10 +115,8 @@ def _load() -> Status:
         return Status("system", "this MLX build is not the CPU wheel", expected=True)
     source = _wheel_library()
     if source is None:
-        return Status(
-            "system",
-            "the scipy-openblas32 wheel is not installed: pip install 'deltatune[cpu]' for a fast CPU BLAS.",
-        )
+        missing = "the scipy-openblas32 wheel is not installed: pip install 'deltatune[cpu]' for a fast CPU BLAS."
+        return Status("system", missing)
     return _bind(source)
 
 
@@ -134,7 +132,8 @@ def _bind(source: Path) -> Status:
     library.openblas_set_num_threads(chosen.number)
     library.openblas_get_corename.restype = ctypes.c_char_p
     kernels = library.openblas_get_corename().decode()
-    return Status("openblas", f"OpenBLAS {_wheel_version()}", chosen, path, kernels=kernels)
+    version = importlib.metadata.version("scipy-openblas32")
+    return Status("openblas", f"OpenBLAS {version}", chosen, path, kernels=kernels)
 
 
 def _mlx_has_cpu_wheel() -> bool:
@@ -143,10 +142,6 @@ def _mlx_has_cpu_wheel() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _wheel_version() -> str:
-    return importlib.metadata.version("scipy-openblas32")
 
 
 def _wheel_library() -> Path | None:

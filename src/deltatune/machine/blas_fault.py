@@ -129,7 +129,6 @@ def _matrix_at(shape: tuple[int, int], offset: int) -> np.ndarray:
 
 
 def _find_sgemm() -> tuple[Multiply, str] | None:
-    """Return the cblas_sgemm that libmlx calls, and its file."""
     function = _sgemm_of_accelerate() if sys.platform == "darwin" else _sgemm_of_process()
     if function is None:
         return None
@@ -168,7 +167,6 @@ class _Location(ctypes.Structure):
 
 
 def _file_of(function: Any) -> str:
-    """Return the library file that holds `function`."""
     location = _Location()
     lookup = ctypes.CDLL(None).dladdr
     lookup.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Location)]

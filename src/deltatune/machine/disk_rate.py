@@ -16,22 +16,25 @@ _THREADS, _PIECE = 4, 16 * 2**20
 _TIMES = 16
 
 
-def measured(file: Path, seconds: float = 1.0) -> float:
-    """Return how many bytes of `file` arrive a second, past the page cache.
+def measured(file: Path, seconds: float = 1.0, *, cached: bool = False) -> float:
+    """Return how many bytes of `file` arrive a second.
 
     Args:
         file: The file, of which pieces at random places are read.
         seconds: For how long, unless all of the file has been read several times before.
+        cached: Whether the page cache may serve; by default the file is read past it.
     """
     size = file.stat().st_size
     draw = random.Random(0)
     with open(file, "rb", buffering=0) as source:
-        page_cache.read_uncached(source.fileno())
+        if not cached:
+            page_cache.read_uncached(source.fileno())
         started, read = time.monotonic(), 0
         pieces = [bytearray(min(_PIECE, size)) for _ in range(_THREADS)]
         with ThreadPoolExecutor(_THREADS) as pool:
             while not read or ((passed := time.monotonic() - started) < seconds and read < _TIMES * size):
-                page_cache.drop(source.fileno())
+                if not cached:
+                    page_cache.drop(source.fileno())
                 places = [draw.randint(0, size - len(piece)) for piece in pieces]
                 read += sum(pool.map(lambda piece, at: os.preadv(source.fileno(), [piece], at), pieces, places))
                 passed = time.monotonic() - started

@@ -1,17 +1,60 @@
-"""Says how much of the host's main memory is free, and keeps arrays there that an NVIDIA GPU reads."""
+"""Says how much main memory is free, in a container too, and keeps arrays there that an NVIDIA GPU reads."""
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import nvidia
-from .container import CGROUPS, container
 from .numpy_arrays import as_numpy
 
 _MEMINFO = Path("/proc/meminfo")
+#: Where Linux shows the control groups of this process.
+CGROUPS = Path("/sys/fs/cgroup")
+# Of versions 2 and 1: the limit, the usage, and the files' pages in `memory.stat`, which are given back on demand.
+_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
+)
+
+
+class Container(NamedTuple):
+    """The memory of a container, in bytes.
+
+    Attributes:
+        limit: The container's limit.
+        left: The memory left, with pages of files given back; the limit where the usage is unknown.
+    """
+
+    limit: int
+    left: int
+
+
+def container(root: Path = CGROUPS) -> Container | None:
+    """Return the memory of this process's container; None without one, and where it has no limit."""
+    containers = [_read(root, *files) for files in _FILES]
+    return min(filter(None, containers), key=lambda one: one.limit, default=None)
+
+
+def _read(root: Path, limit: str, used: str, statistics: str, cached: str) -> Container | None:
+    try:
+        most = (root / limit).read_text().strip()
+    except OSError:
+        return None
+    # Version 2 says `max` where there is no limit; version 1 says a number larger than any machine's memory.
+    if not most.isdigit():
+        return None
+    try:
+        taken = int((root / used).read_text())
+        files = re.search(rf"^{cached} (\d+)", (root / statistics).read_text(), re.M)
+    except OSError:
+        return Container(int(most), int(most))
+    return Container(int(most), int(most) - taken + int(files[1] if files else 0))
 
 
 def free(meminfo: Path = _MEMINFO, cgroups: Path = CGROUPS) -> int | None:
@@ -39,3 +82,28 @@ def stay(arrays: list[mx.array]) -> bool:
         if not nvidia.stays_on_host(data.ctypes.data, data.nbytes):
             return False
     return True
+
+
+class _Usage(ctypes.Structure):
+    """struct rusage_info_v0 of macOS's <sys/resource.h>."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_uint8 * 16),
+        ("times_and_wakeups", ctypes.c_uint64 * 5),
+        ("wired_size", ctypes.c_uint64),
+        ("resident_size", ctypes.c_uint64),
+        ("footprint", ctypes.c_uint64),
+        ("start_and_exit", ctypes.c_uint64 * 2),
+    )
+
+
+def memory_of(process: int) -> int:
+    """Return the bytes of the footprint of a process of this user on macOS, which refuses no process any memory.
+
+    Compressed pages are included. It is 0 if the process has ended, and on other systems.
+    """
+    if sys.platform != "darwin":
+        return 0
+    usage = _Usage()
+    refused = ctypes.CDLL("/usr/lib/libSystem.B.dylib").proc_pid_rusage(process, 0, ctypes.byref(usage))
+    return 0 if refused else int(usage.footprint)

@@ -6,13 +6,17 @@ A fault of the machine is an exception for a program that imports deltatune. The
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from ..errors import UserError, first_line
-from . import blas, environment, subnormals, without_torch
+from . import blas, environment, subnormals
 
 _problem: UserError | None = None
 
@@ -65,9 +69,35 @@ def leave_torch_out(*, own_process: bool = False) -> None:
     of a checkpoint may need PyTorch, so commands that run them do not call this.
     """
     if "torch" not in sys.modules and (own_process or _is_command_line()):
-        without_torch.hide_torch()
+        hide_torch()
         # transformers would advise to install PyTorch.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+class _WithoutTorch:
+    """A finder in sys.meta_path that finds all modules of another one, except PyTorch."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if name == "torch" else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        # importlib.metadata and importlib.invalidate_caches ask finders for more.
+        return getattr(self._finder, name)
+
+
+def hide_torch() -> None:
+    """Let imports of PyTorch fail, and importlib.util.find_spec return None for it; do nothing if it is imported.
+
+    An entry None in sys.modules would do the same in one line. But packages such as datasets and SciPy import whatever
+    has an entry there, and that import would then fail.
+    """
+    if "torch" not in sys.modules and importlib.util.find_spec("torch") is not None:
+        sys.meta_path[:] = [_WithoutTorch(finder) for finder in sys.meta_path]
 
 
 def _start_mlx() -> None:

@@ -31,7 +31,7 @@ from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.functional import arrays_of, is_floating
 from ..ops.random_state import drawing_from
 from ..patches import left_alone_for, refuse
-from ..patches.tables.loading import without_gaps
+from ..patches.tables.sorted_rows import without_gaps
 from .checkpoint_files import (
     check_config,
     check_dense,

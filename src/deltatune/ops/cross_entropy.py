@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +19,7 @@ from .pointwise import vocabulary_loss
 from .pointwise.vocabulary_loss import vocabulary_losses
 from .products.quantized_product import unpacked_once
 from .random_state import drawing_from, repeatable
+from .tracing.turns import Turn, blank, turns
 
 # A chunk's fp32 logits take CHUNK_BYTES, or the bytes of FEWEST_TOKENS tokens if those are more (a few rows would read
 # the head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
@@ -100,8 +100,8 @@ def linear_scores(
     _check(hidden, {"weights": weights}, chunk_tokens)
     weights = weights.astype(mx.float32).reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    bounds = _even_bounds(hidden.shape[0], chunk_tokens or _default_chunk(head, hidden))
-    loss = _loss(run, bounds, run.in_training(), score)(run.parameters, hidden, mx.stop_gradient(others), weights)
+    chunks = _chunks(hidden.shape[0], chunk_tokens or _default_chunk(head, hidden))
+    loss = _loss(run, chunks, run.in_training(), score)(run.parameters, hidden, mx.stop_gradient(others), weights)
     return loss, weights.sum()
 
 
@@ -137,11 +137,11 @@ def linear_token_losses(
     _check(hidden, {"targets": targets}, chunk_tokens)
     _check_integers(targets)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    bounds = _even_bounds(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
+    chunks = _chunks(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
     eager = not run.parameters and run.in_training()
     flat = mx.stop_gradient(mx.maximum(targets.reshape(-1), 0))
     with repeatable() as key:
-        losses = _token_losses(run, bounds, eager)(mx.stop_gradient(key), run.parameters, rows, flat)
+        losses = _token_losses(run, chunks, eager)(mx.stop_gradient(key), run.parameters, rows, flat)
     return losses.reshape(targets.shape)
 
 
@@ -160,7 +160,7 @@ class _Head:
         return all(part.training for part in self.module.modules())
 
 
-def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., mx.array]:
+def _token_losses(run: _Head, chunks: list[Turn], eager: bool) -> Callable[..., mx.array]:
     """Return the function (key, parameters, hidden, targets) -> losses [N], which has gradients for the middle two.
 
     `key` is the random key with which the first run of the head begins; a second run draws the same dropout.
@@ -169,21 +169,21 @@ def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., m
     def forward(_key, parameters, hidden, targets):
         ones = mx.ones(targets.shape)
         if eager:
-            _, losses, d_hidden, _ = _gradients(run, bounds, parameters, hidden, targets, ones, _losses)
+            _, losses, d_hidden, _ = _gradients(run, chunks, parameters, hidden, targets, ones, _losses)
             return losses, d_hidden
-        return [_values(run, bounds, parameters, hidden, targets, ones, _losses)[1]]
+        return [_values(run, chunks, parameters, hidden, targets, ones, _losses)[1]]
 
     def backward(primals, cotangents, outputs):
         d_losses, (key, *primals) = cotangents[0], primals
         if eager:
             _, hidden, targets = primals
-            spans = zip(outputs[1], pairwise(bounds), strict=True)
-            d_hidden = mx.concatenate([_scale(d, d_losses[a:b, None], hidden) for d, (a, b) in spans])
+            parts = [d_losses[chunk.start : chunk.stop, None] for chunk in chunks]
+            d_hidden = _scaled(outputs[1], parts, hidden, chunks)
             return mx.zeros_like(key), [], d_hidden, mx.zeros_like(targets)
         # Waiting for the cotangent keeps MLX from computing these logits before the backward pass needs them.
         parameters, hidden, targets, d_losses = _depends((*primals, d_losses), d_losses)
         with drawing_from(key):
-            _, _, d_hidden, d_parameters = _gradients(run, bounds, parameters, hidden, targets, d_losses, _losses)
+            _, _, d_hidden, d_parameters = _gradients(run, chunks, parameters, hidden, targets, d_losses, _losses)
         cast = [_final(d.astype(parameter.dtype)) for d, parameter in zip(d_parameters, parameters, strict=True)]
         d_hidden = _final(mx.concatenate(d_hidden).astype(hidden.dtype))
         return mx.zeros_like(key), cast, d_hidden, mx.zeros_like(targets)
@@ -191,13 +191,13 @@ def _token_losses(run: _Head, bounds: list[int], eager: bool) -> Callable[..., m
     return lambda *arguments: with_gradient(forward, backward)(*arguments)[0]
 
 
-def _loss(run: _Head, bounds: list[int], eager: bool, score: Score) -> Callable[..., mx.array]:
+def _loss(run: _Head, chunks: list[Turn], eager: bool, score: Score) -> Callable[..., mx.array]:
     """Return the function (parameters, hidden, targets, weights) -> loss, with gradients for all but the targets."""
 
     def forward(parameters, hidden, targets, weights):
         if eager:
-            return _gradients(run, bounds, parameters, hidden, targets, weights, score)
-        return _values(run, bounds, parameters, hidden, targets, weights, score)
+            return _gradients(run, chunks, parameters, hidden, targets, weights, score)
+        return _values(run, chunks, parameters, hidden, targets, weights, score)
 
     def backward(primals, cotangents, outputs):
         if not eager:
@@ -205,22 +205,28 @@ def _loss(run: _Head, bounds: list[int], eager: bool, score: Score) -> Callable[
             primals = _depends(primals, cotangents[0])
         parameters, hidden, targets, weights = primals
         if not eager:
-            outputs = _gradients(run, bounds, parameters, hidden, targets, weights, score)
+            outputs = _gradients(run, chunks, parameters, hidden, targets, weights, score)
         _, losses, d_hidden, d_parameters = outputs
         scaled = [_scale(d, cotangents[0], p) for d, p in zip(d_parameters, parameters, strict=True)]
         d_weights = _final(losses * cotangents[0])
-        # A chunk at a time, because the fp32 product of all tokens would take twice the bytes of a 16-bit gradient.
-        d_hidden = mx.concatenate([_scale(d, cotangents[0], hidden) for d in d_hidden])
-        return scaled, d_hidden, mx.zeros_like(targets), d_weights
+        return (
+            scaled,
+            _scaled(d_hidden, cotangents[:1] * len(chunks), hidden, chunks),
+            mx.zeros_like(targets),
+            d_weights,
+        )
 
     return lambda *arguments: with_gradient(forward, backward)(*arguments)[0]
 
 
-def _values(run, bounds, parameters, hidden, targets, weights, score):
+def _values(run, chunks, parameters, hidden, targets, weights, score):
     """Return the loss and the losses of the tokens [N], computed one chunk after another."""
     losses: list[mx.array] = []
     with unpacked_once(run.module):
-        for start, stop in pairwise(bounds):
+        for start, stop, left_out in chunks:
+            if left_out:
+                losses.append(blank(losses[-1], stop - start, losses[-1:]))
+                continue
             rows = hidden[start:stop]
             if losses:
                 rows = mx.depends([rows], [losses[-1]])[0]
@@ -229,7 +235,7 @@ def _values(run, bounds, parameters, hidden, targets, weights, score):
     return (token_losses * weights).sum(), token_losses
 
 
-def _gradients(run, bounds, parameters, hidden, targets, weights, score):
+def _gradients(run, chunks, parameters, hidden, targets, weights, score):
     """Return the loss, the losses of the tokens [N], and the gradients for a cotangent of 1.
 
     These are d_hidden, a list of the chunks' [n, D], and d_parameters in fp32.
@@ -252,10 +258,15 @@ def _gradients(run, bounds, parameters, hidden, targets, weights, score):
     d_rows: list[mx.array] = []
     d_parameters: list[mx.array] = []
     with unpacked_once(run.module):
-        for start, stop in pairwise(bounds):
+        for start, stop, left_out in chunks:
+            before = [losses[-1], d_rows[-1], *d_parameters] if losses else []
+            if left_out:
+                d_rows.append(blank(d_rows[-1], stop - start, before))
+                losses.append(blank(losses[-1], stop - start, before))
+                continue
             rows = hidden[start:stop]
             if losses:
-                rows = mx.depends([rows], [losses[-1], d_rows[-1], *d_parameters])[0]
+                rows = mx.depends([rows], before)[0]
             (_, chunk_losses), grads = mx.value_and_grad(chunk)([*parameters, rows], start, stop)
             chunk_d_parameters, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
             if losses:
@@ -320,6 +331,17 @@ def _refuse(_primal, _cotangent, _output):
     raise ValueError("linear_cross_entropy has no second derivative.")
 
 
+def _scaled(d_hidden, cotangents, hidden, chunks) -> mx.array:
+    """Return the chunks' d_hidden times their cotangents as one array.
+
+    The fp32 product of all tokens at once would take twice the bytes of a 16-bit gradient.
+    """
+    parts = zip(d_hidden, cotangents, chunks, strict=True)
+    return mx.concatenate(
+        [d.astype(hidden.dtype) if chunk.left_out else _scale(d, cotangent, hidden) for d, cotangent, chunk in parts]
+    )
+
+
 _final = with_gradient(lambda gradient: gradient, _refuse)
 
 
@@ -364,8 +386,8 @@ def _default_chunk(head: Callable[[mx.array], mx.array], hidden: mx.array) -> in
     return max(16, min(factor * LARGEST_CHUNK_BYTES // row_bytes, wanted))
 
 
-def _even_bounds(tokens: int, size: int) -> list[int]:
-    """Return the bounds of ceil(tokens / size) chunks of nearly equal length, so that few shapes are compiled."""
-    chunks = -(-tokens // size)
-    length = -(-tokens // chunks)
-    return [*range(0, tokens, length), tokens]
+def _chunks(tokens: int, size: int) -> list[Turn]:
+    """Return ceil(tokens / size) chunks of nearly equal length, so that few shapes are compiled."""
+    length = -(-tokens // -(-tokens // size))
+    # MLX's queue holds the logits of several chunks, and each chunk's place in a task of ten operations is another one.
+    return turns([*range(0, tokens, length), tokens], ends=10)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import mlx.core as mx
 
 from ..machine import backend
+from .tracing.turns import Turn, turns
 
 # The smallest size of a piece of the layer's input. Smaller pieces hold less, and larger ones make better products.
 PIECE_BYTES = {"cpu": 4 * 2**20, "metal": 8 * 2**20, "cuda": 16 * 2**20}
@@ -34,13 +35,14 @@ class LayerCut:
     bounds: tuple[int, ...]
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> list[Turn]:
         """Where each piece begins and ends."""
-        return list(pairwise(self.bounds))
+        return turns(self.bounds, ends=2)
 
-    def part(self, x: mx.array, span: tuple[int, int]) -> mx.array:
+    def part(self, x: mx.array, span: Sequence[int]) -> mx.array:
         """Return the part of x [B, T, ...] that belongs to a piece."""
-        return x[slice(*span)] if self.axis == ROWS else x[:, slice(*span)]
+        part = slice(*span[:2])
+        return x[part] if self.axis == ROWS else x[:, part]
 
 
 def piece_bytes() -> int:

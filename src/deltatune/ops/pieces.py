@@ -22,6 +22,7 @@ from .layer_cut import ROWS, TOKENS, LayerCut
 from .random_state import drawing_from, repeatable, skip
 from .segments import rule_of
 from .tracing import side_outputs, trace
+from .tracing.turns import Turn, blank
 
 
 class States:
@@ -168,7 +169,8 @@ class _Pieces:
     collects: bool
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> list[Turn]:
+        """Where each piece begins and ends."""
         return self.cut.spans
 
     @property
@@ -185,9 +187,15 @@ class _Pieces:
         before: list[mx.array] = []
         aside: list[mx.array] = []
         for number, span in enumerate(self.spans):
+            if span.left_out:
+                ys.append(blank(ys[-1], span.stop - span.start, ys[-1:], self.cut.axis))
+                before = self._blank_carry(span, before, ys[-1:])
+                saved += before[: self.saved]
+                continue
             rows = self.cut.part(x, span)
             if ys:
                 rows = mx.depends([rows], [ys[-1]])[0]
+                before = self._last_states(number, before)
             with side_outputs.collecting(self.collects) as of_piece:
                 y, cache = self._run(number, keys, self.documents, parameters, rows, before)
             aside = _sums(aside, of_piece)
@@ -212,11 +220,15 @@ class _Pieces:
         with undisturbed(self.module):
             if self.carry.states is None:
                 saved = self._keys_and_values(keys, documents, parameters, x)
-            for number in reversed(range(len(self.spans))):
-                parts = [self.cut.part(whole, self.spans[number]) for whole in (x, dy)]
+            for number, span in reversed([*enumerate(self.spans)]):
+                parts = [self.cut.part(whole, span) for whole in (x, dy)]
                 arrays = parts + self._before(number, saved)
                 # Those of attention are sums in fp32. The last piece has none.
                 d_next = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
+                if span.left_out:
+                    dxs.insert(0, blank(dxs[0], span.stop - span.start, [dxs[0], *totals, *d_next], self.cut.axis))
+                    self._add_handed(d_handed, [] if self.carry.states is None else d_next)
+                    continue
                 if dxs:
                     arrays = mx.depends(arrays, [dxs[0], *totals, *d_next, *chain.from_iterable(d_handed)])
                 gradients = self._piece_gradients(number, keys, documents, parameters, arrays, d_next, d_aside)
@@ -238,7 +250,7 @@ class _Pieces:
         before: Sequence[mx.array],
     ) -> tuple[mx.array, States | KeysAndValues]:
         """Call the layer on a piece with the carry of the piece before it; return y and the layer's cache."""
-        start, stop = self.spans[number]
+        start, stop, _ = self.spans[number]
         cache: States | KeysAndValues
         if self.carry.states is None:
             cache = KeysAndValues(start, before or None)
@@ -266,20 +278,36 @@ class _Pieces:
     ) -> list[mx.array]:
         """Compute the keys and values of all pieces but the last again. MLX is lazy: nothing else is computed."""
         keys_and_values: list[list[mx.array]] = []
-        for number, (start, stop) in enumerate(self.spans[:-1]):
-            rows = x[:, start:stop]
+        for number, span in enumerate(self.spans[:-1]):
+            if span.left_out:
+                before = keys_and_values[-1]
+                keys_and_values.append([blank(array, span.stop - span.start, before, 2) for array in before])
+                continue
+            rows = self.cut.part(x, span)
             if keys_and_values:
                 rows = mx.depends([rows], keys_and_values[-1])[0]
             _, cache = self._run(number, keys, documents, parameters, rows, [])
             keys_and_values.append(cache.handed)
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*keys_and_values, strict=True)]
 
+    def _blank_carry(self, span: Turn, before: Sequence[mx.array], after: Sequence[mx.array]) -> list[mx.array]:
+        """Return the carry after pieces that are left out: the states between them all, or keys and values."""
+        if self.carry.states is None:
+            return [blank(array, span.stop, after, 2) for array in before]
+        return [blank(state, span.left_out * len(state), after) for state in before]
+
+    def _last_states(self, number: int, states: list[mx.array]) -> list[mx.array]:
+        """Return the states before a piece, of those between the pieces that are left out."""
+        left_out = 0 if self.carry.states is None else self.spans[number - 1].left_out
+        return [state[: len(state) // left_out] for state in states] if left_out else states
+
     def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
         """Return the carry of the piece before this one; nothing for the first."""
         if number == 0:
             return []
         if self.carry.states is not None:
-            return saved[(number - 1) * self.carry.states : number * self.carry.states]
+            before = saved[(number - 1) * self.carry.states : number * self.carry.states]
+            return self._last_states(number, before)
         return [array[:, :, : self.spans[number][0]] for array in saved]
 
     def _piece_gradients(
@@ -316,7 +344,7 @@ class _Pieces:
         if self.carry.states is not None and d_handed:
             d_handed[-1] = d_before
         elif d_before:
-            for number, (start, stop) in enumerate(self.spans[: len(d_handed)]):
+            for number, (start, stop, _) in enumerate(self.spans[: len(d_handed)]):
                 d_handed[number] = _sums(d_handed[number], [d[:, :, start:stop] for d in d_before])
 
 

@@ -22,12 +22,7 @@ _OF_PROMPTS = {"tools", "chat_template"}
 
 
 def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[str, Any]:
-    """Return variables of a chat template after a check.
-
-    Args:
-        options: The variables by name.
-        where: The name of their source in messages.
-        prompt: Whether they are for one prompt, which may set tools and the template, too.
+    """Return variables of a chat template, by name, after a check; one `prompt` may set tools and the template, too.
 
     Raises:
         UserError: It is no mapping, holds values that JSON lacks, or names an argument that deltatune sets itself.

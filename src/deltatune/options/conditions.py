@@ -47,7 +47,7 @@ TRAINING: Conditions = {
     "scale_rewards": (
         "with loss: grpo, and not with loss_variant: rloo",
         lambda c, f: c.loss == "grpo" and c.loss_variant != "rloo"),
-    "pack memory test early_stopping val_split val_batches steps_per_eval mask_prompt chat_turns": (
+    "memory mask_prompt chat_turns": (
         "without loss: grpo, which samples its answers and measures them by their rewards",
         lambda c, f: c.loss != "grpo"),
     "gamma": ("with loss: simpo", lambda c, f: c.loss == "simpo"),
@@ -128,7 +128,7 @@ def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -
 
     Args:
         conditions: The conditions of the options.
-        names: The options that are set, each with its name in messages; one that begins with -- is a flag.
+        names: The options that are set, each with its name in messages.
         run: The arguments of a condition.
 
     Returns:

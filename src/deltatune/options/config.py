@@ -13,7 +13,6 @@ from typing import Any
 from ..errors import UserError
 from .chat_template import checked_options
 from .data_in_memory import DataInMemory
-from .lora_parameters import LoraConfig
 from .values import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, Range, build, fix, nearest, option, unknown_names
 from .yaml_files import read_yaml
 
@@ -35,6 +34,69 @@ OPTIMIZER_SETTINGS = {"bias_correction": True}
 NO_TYPE_FROM_SCRATCH = (
     "from_scratch trains all weights of a new model, and fine_tune_type {} asks for adapters; leave one of them out."
 )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The options of the adapters.
+
+    Each field's metadata holds its help text and the values that it may have; making a LoraConfig checks them.
+
+    Raises:
+        UserError: A value is not one that the option may have.
+    """
+
+    rank: int = _tune(16, "inner size of each adapter's update", range=COUNT)
+    rank_pattern: dict[str, int] = _tune(
+        dict,
+        "ranks of the modules that match a pattern (see keys), as JSON, in place of rank; of several patterns that "
+        'match, the first counts: {"mlp.switch_mlp.*": 4}',
+        range=COUNT,
+    )
+    scale: float = _tune(2.0, "factor of the update, which is PEFT's alpha / rank", range=POSITIVE)
+    alpha: float | None = _tune(
+        None,
+        "PEFT's lora_alpha, in place of scale: scale is alpha / rank, or with rslora alpha / sqrt(rank), of each "
+        "module's own rank",
+        range=POSITIVE,
+    )
+    dropout: float = _tune(
+        0.0, "share of each adapter's inputs that training sets to zero", range=Range(least=0, below=1)
+    )
+    keys: list[str] | None = _tune(
+        None,
+        "patterns (fnmatch) of the modules to adapt, by full path, path in a layer or name; default: every "
+        "linear, expert and embedding module of the chosen layers",
+        flag=False,
+    )
+    exclude: list[str] = _tune(list, "patterns of the modules that get no adapter", flag=False)
+    layer_kinds: list[str] | None = _tune(
+        None, "kinds of layers to adapt; default: all", flag=False, choices=("delta", "attention", "mamba", "other")
+    )
+    layers: list[int] | None = _tune(
+        None,
+        "indices of the layers to adapt, in place of num_layers; negative ones count from the last",
+        flag=False,
+        range=FINITE,
+    )
+    rslora: bool = _tune(False, "divide the scale by the square root of the rank", flag=False)
+    init: str = _tune(
+        "zero",
+        "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
+        flag=False,
+        choices=("zero", "pissa"),
+    )
+
+    def __post_init__(self) -> None:
+        fix(self)
+        if self.alpha is not None:
+            vars(self).update(scale=self.alpha if self.rslora else self.alpha / self.rank)
+
+    def scale_at(self, rank: int) -> float:
+        """Return the factor of an update of this rank."""
+        if self.rslora:
+            return self.scale / rank**0.5
+        return self.scale if self.alpha is None or rank == self.rank else self.alpha / rank
 
 
 @dataclass(frozen=True)
@@ -422,6 +484,11 @@ class TrainConfig:
     def has_preferences(self) -> bool:
         """Whether the loss learns from answers that the data judge."""
         return self.loss not in ("sft", "grpo", "distill")
+
+    @property
+    def packs_data(self) -> bool:
+        """Whether the documents of the data share rows; answers to prompts share theirs when they are sampled."""
+        return self.pack and self.loss != "grpo"
 
     @property
     def reward_factor(self) -> float:

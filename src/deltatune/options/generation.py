@@ -59,11 +59,7 @@ class AnswerOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions(AnswerOptions):
-    """The options of `generate`.
-
-    Raises:
-        UserError: If an option has a value that it may not have.
-    """
+    """The options of `generate`; an AnswerOptions checks them."""
 
     prompt: str = _answer(dataclasses.MISSING, "the user's message; - reads it from standard input", short="-p")
     prefill_response: str | None = _answer(None, "text with which the answer begins", empty=True)
@@ -85,11 +81,7 @@ class GenerateOptions(AnswerOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions(AnswerOptions):
-    """The options of `chat`.
-
-    Raises:
-        UserError: If an option has a value that it may not have.
-    """
+    """The options of `chat`; an AnswerOptions checks them."""
 
     compare: bool = _answer(False, "ask the base too, and print its answers first")
     max_tokens: int = _answer(256, "largest number of tokens in the answer", short="-m", range=COUNT)

@@ -6,7 +6,6 @@ YAML. Both refuse a value in one message that names the option, the expected val
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
@@ -16,7 +15,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -54,21 +53,12 @@ _LONGEST = 120
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may have.
+    """The numbers that an option may have: from `least` to `most`, or between `above` and `below`, these excluded.
 
     Args:
-        least: The smallest number.
-        above: A number below the smallest, where the smallest itself has no name: `above=0`.
         most: The largest number; None means as large as MLX can count, or as fp32 can hold.
-        below: A number above the largest.
         also: Numbers outside the range that have a meaning of their own, such as -1 for "all".
         size: Whether the numbers count bytes, so that a text such as 4GB may stand for one.
-
-    Example:
-        >>> 0 in Range(least=1, also=(-1,))
-        False
-        >>> str(Range(least=1, also=(-1,)))
-        '1 or more, or -1'
     """
 
     least: float | None = None
@@ -124,9 +114,8 @@ def option(
         default: The option's default, or a function that makes it anew for each dataclass, as of a list.
         text: The option's help text.
         flag: Whether the option is a command-line flag, or the flag where its name differs from the option's.
-        choices: The texts that the option may be; any where there are none.
-        words: The words that the option may hold, separated by commas.
-        range: The numbers that the option may be; a test asks every number for one.
+        choices, words, range: The texts that the option may be, any where there are none; the words that it may hold,
+            separated by commas; and the numbers that it may be.
         more: `empty`, whether a text may be empty; and of the flag `short`, a second name, `metavar`, the word for its
             value, and `negated`, False where there is no flag with no- before the name.
     """
@@ -175,10 +164,7 @@ def fix(instance: Any) -> None:
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """Make a dataclass from a mapping of its fields' names to values; a field that is a dataclass may be a mapping.
 
-    Args:
-        cls: The dataclass, such as TrainConfig.
-        values: The values by name. Names that are missing keep their defaults.
-        where: The name of the source in messages, such as a file's path; with an empty text they name the option alone.
+    Messages name the source of the values by `where`, such as a file's path; with an empty text the option alone.
 
     Raises:
         UserError: A name is unknown, or a value is refused (see `fix`).
@@ -197,8 +183,10 @@ def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
     messages = unknown_names(values, list(fields), where)
     for name, value in values.items():
         if name in fields:
-            with _kept_in(messages):
+            try:
                 checked(value, *fields[name], f"{where}: {name}" if where else name)
+            except UserError as error:
+                messages.append(str(error))
     if messages:
         raise UserError("\n".join(messages))
 
@@ -213,24 +201,13 @@ def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[st
     return [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in unknown]
 
 
-@contextlib.contextmanager
-def _kept_in(messages: list[str]) -> Iterator[None]:
-    """Keep the message of a UserError that the block raises."""
-    try:
-        yield
-    except UserError as error:
-        messages.append(str(error))
-
-
 def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> Any:
-    """Return a value in the type that `hint` asks for.
+    """Return a value, `name` in messages, in the type that `hint` asks for.
 
     Args:
-        value: The value.
         hint: A type, such as `int`, `float | None`, `list[str]` or, for one that may also be a word, `bool | str` or
             `dict[str, Any] | str | None`.
         metadata: Further requirements: `range`, `choices`, `words` and `empty`, as in `fix`.
-        name: The value's name in messages.
 
     Raises:
         UserError: The value does not meet the requirements.

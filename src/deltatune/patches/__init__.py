@@ -15,23 +15,19 @@ from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
 from .patch_record import ALWAYS, INFERENCE, PACKING, TRAINING, Patch
-from .patch_report import PatchReport, PatchWarning
+from .patch_report import PatchReport, PatchWarning, refuse
 from .recurrence import served
-from .requirements import refuse
 from .tables import (
     activations,
     attention,
     delta_layers,
     experts,
-    grouped_scores,
     latent_attention,
-    loading,
     mlx_lm,
     mlx_vlm,
-    narrow_products,
     one_row_products,
     pointwise,
-    quantized_product,
+    products,
     residual_norms,
     residual_weights,
     sorted_rows,
@@ -69,7 +65,6 @@ PATCHES: tuple[Patch, ...] = (
     *residual_weights.PATCHES,
     *attention.PATCHES,
     *latent_attention.PATCHES,
-    *grouped_scores.PATCHES,
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
@@ -79,9 +74,9 @@ ON_CUDA: tuple[Patch, ...] = (
     pointwise.ATTENTION,
     *delta_layers.PATCHES,
     *residual_norms.PATCHES,
-    *loading.PATCHES,
+    *sorted_rows.ON_CUDA,
     *sorted_rows.PATCHES,
-    *quantized_product.PATCHES,
+    *products.PACKED,
 )
 ON_METAL: tuple[Patch, ...] = (
     *delta_layers.PATCHES,
@@ -91,19 +86,17 @@ ON_METAL: tuple[Patch, ...] = (
     pointwise.ATTENTION,
     *sorted_rows.PATCHES,
 )
-ON_CPU: tuple[Patch, ...] = (*quantized_product.PATCHES, *narrow_products.PATCHES)
+ON_CPU: tuple[Patch, ...] = (*products.PACKED, *products.NARROW)
 
 # The users of the patches: each `patched` block that is open, and from apply() to revert() this module's name.
 _asking: set[object] = set()
 
 
 def _of_device() -> tuple[Patch, ...]:
-    """The further patches for the device that MLX computes on."""
     return backend.here({"cpu": ON_CPU, "cuda": ON_CUDA, "metal": ON_METAL})
 
 
 def _records() -> tuple[Patch, ...]:
-    """The patches that this machine needs."""
     return (*one_row_products.records(), *_of_device(), *PATCHES)
 
 

@@ -1,13 +1,21 @@
-"""Reports the functions that were patched, those left alone and why, and versions that nobody has tried."""
+"""Reports the functions that were patched and those left alone, and refuses to go on where results depend on these."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import mlx.nn as nn
+
+from ..errors import UserError
+from ..layers import ENTRY_POINT, gated_delta_layers
 from .patch_record import Patch
 from .verify import Serving
 from .versions import contains, latest
+
+_GO_ON = "or go on all the same with --force (in Python: strict=False)"
 
 
 class PatchWarning(UserWarning):
@@ -106,3 +114,55 @@ class PatchReport:
     def _parts(self, applied: list[str]) -> list[str]:
         parts = applied if self.applied else ["nothing patched yet"]
         return [*parts, *self.untried, *map(str, self.left_alone), *self.unreached]
+
+
+def refuse(report: PatchReport, model: nn.Module | None, uses: Collection[str]) -> None:
+    """Raise UserError if the report leaves something alone that these uses of the model depend on.
+
+    Args:
+        report: The report of apply().
+        model: The model; None takes every function for one that it calls.
+        uses: The uses of the model: TRAINING, PACKING, INFERENCE.
+
+    Raises:
+        UserError: It names each function, the expected and the actual one, and the remedy.
+    """
+    missing = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
+    missing = [left for left in missing if model is None or calls(model, left.patch)]
+    if not missing and not report.unreached:
+        return
+    because = [
+        f"{left.patch.target} ({left.patch.package} {left.version}): {left.why} {left.patch.without}"
+        for left in missing
+    ]
+    said = " ".join(because or report.unreached)
+    raise UserError(
+        f"The results of this run depend on deltatune's code, and upstream's would run: {said} {_advice(missing)}"
+    )
+
+
+def calls(model: nn.Module, patch: Patch) -> bool:
+    """Whether a model calls the target of a record, as far as its classes and their modules tell."""
+    if patch.package == "mlx":
+        return True
+    if patch.name == ENTRY_POINT:
+        return bool(gated_delta_layers(model)) and any(
+            cls.__module__.partition(".")[0] == patch.package for cls in _classes(model)
+        )
+    owner = patch.name.rpartition(".")[0]
+    if owner:
+        return any(cls.__module__ == patch.module for cls in _classes(model))
+    return any(patch.name in vars(sys.modules.get(cls.__module__, sys)) for cls in _classes(model))
+
+
+def _classes(model: nn.Module) -> set[type]:
+    return {base for module in model.modules() for base in type(module).__mro__}
+
+
+def _advice(missing: list[LeftAlone]) -> str:
+    wanted = dict.fromkeys(
+        f"'{left.patch.package.replace('_', '-')}=={latest([left.patch.tried])}'" for left in missing
+    )
+    if not wanted:
+        return f"Undo what replaces that code, {_GO_ON}."
+    return f"Install a version that works, pip install {' '.join(wanted)}, {_GO_ON}."

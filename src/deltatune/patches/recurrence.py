@@ -178,8 +178,6 @@ def _ours(
 def _upstream_forward(
     upstream: Update, arrays: tuple[mx.array, ...], mask: mx.array | None, options: dict[str, Any]
 ) -> tuple[mx.array, mx.array]:
-    """The original's forward pass, bit for bit, with deltatune's gradient."""
-
     def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
         return upstream(*primals, None, mask, use_kernel=True, **options)
 
@@ -195,3 +193,29 @@ def _upstream_forward(
         return tuple(gradients)
 
     return call(*arrays)
+
+
+def gated_delta_loop(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_g: mx.array,
+    beta: mx.array,
+    *,
+    initial_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    segments: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Run mlx-lm's own loop over tokens, which no patch changes. Arguments and result are those of `gated_delta`.
+
+    Raises:
+        ValueError: Segments are given, which the loop does not support.
+
+    Source:
+        gated_delta_ops in mlx_lm/models/gated_delta.py.
+    """
+    if segments is not None:
+        raise ValueError("gated_delta_loop: mlx-lm's loop does not support segments; leave them out.")
+    from mlx_lm.models.gated_delta import gated_delta_ops
+
+    return gated_delta_ops(q, k, v, mx.exp(log_g), beta, initial_state, mask)

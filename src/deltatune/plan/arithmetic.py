@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 import mlx.core as mx
 
@@ -30,14 +31,19 @@ class Products:
     operations: int = 0
     largest: tuple[int, int, int] | None = None
 
+    def times(self, tokens: float) -> Products:
+        """Those of a step with so many times the tokens."""
+        largest = None if self.largest is None else (int(self.largest[0] * tokens), *self.largest[1:])
+        return Products(int(self.operations * tokens), largest)
 
-def products(order: Sequence[Node]) -> Products:
-    """Return the matrix products among the primitives of a graph."""
+
+def products(order: Iterable[Node], times: Iterable[int] = repeat(1)) -> Products:
+    """Return the matrix products among the primitives of a graph, each of which counts so many times."""
     operations: Counter[tuple[int, int, int]] = Counter()
-    for node in order:
+    for node, count in zip(order, times, strict=False):
         if node.kind in _PRODUCTS and node.size:
             inner, columns = node.inputs[_PRODUCTS[node.kind]].shape[-1], node.shape[-1]
-            operations[node.size // columns, inner, columns] += 2 * node.size * inner
+            operations[node.size // columns, inner, columns] += 2 * node.size * inner * count
     largest = max(operations, key=lambda shape: operations[shape], default=None)
     return Products(operations.total(), largest)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..machine import backend, nvidia
-from ..machine.container import container
+from ..machine.host_memory import container
 
 # The number in the message `[metal::malloc] Resource limit (499000) exceeded` of Apple GPUs.
 METAL_BUFFERS = 499_000

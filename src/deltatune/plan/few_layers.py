@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from statistics import median
 from typing import NamedTuple
 
 import mlx.nn as nn
@@ -20,7 +19,7 @@ from ..ops.recomputation import Checkpoints
 from ..train.by_layer.layer_functions import signature
 from ..train.tree import leaves
 from .graph import Node
-from .simulate import Simulation
+from .simulate import Amount, Simulation
 from .traced_step import TracedStep
 
 # Fewer layers than these have none between the first and the last.
@@ -43,17 +42,6 @@ class StepPlace(NamedTuple):
         return f"the {_BACKWARD if self.phase == _BACKWARD else _FORWARD} pass{near}"
 
 
-class Amount(NamedTuple):
-    """Bytes and buffers, of one moment."""
-
-    bytes: float
-    buffers: float
-
-    def plus(self, other: Amount, times: float = 1) -> Amount:
-        """Add so many times another amount."""
-        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
-
-
 class FewLayers(NamedTuple):
     """A choice of a model's layers that stand for all of them.
 
@@ -62,12 +50,14 @@ class FewLayers(NamedTuple):
         chosen: The positions of the layers that are kept.
         gradients: The gradients of one layer, by kind.
         recomputed: The checkpoints of the whole model.
+        shortened: Whether loops over a long row are traced without most of their turns.
     """
 
     kinds: list[int]
     chosen: list[int]
     gradients: dict[int, Amount]
     recomputed: Checkpoints
+    shortened: bool = True
 
     @property
     def kept(self) -> list[int]:
@@ -80,10 +70,25 @@ class FewLayers(NamedTuple):
         return len(self.chosen) == len(self.kinds)
 
     @property
+    def every(self) -> FewLayers:
+        """The choice of all layers."""
+        return self._replace(chosen=list(range(len(self.kinds))))
+
+    def chosen_from(self, lowest: int) -> int:
+        """How many of the kept layers are the layer `lowest` or above it."""
+        return sum(at >= lowest for at in self.chosen)
+
+    @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the kept layers."""
         layers = [at for at, whole in enumerate(self.chosen) if whole in self.recomputed.layers]
         return Checkpoints(layers, self.recomputed.operators)
+
+    def times(self, place: StepPlace) -> int:
+        """For how many layers a kept one stands at a place in a step of few."""
+        if place.phase not in (_FORWARD, _BACKWARD) or place.layer < 0:
+            return 1
+        return [self.like(at) for at in range(len(self.kinds))].count(place.layer)
 
     def like(self, at: int) -> int:
         """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
@@ -145,7 +150,9 @@ def _held(model: nn.Module) -> list[nn.Module] | None:
 def only(model: nn.Module, few: FewLayers) -> Iterator[None]:
     """Within the context the model has the chosen layers alone."""
     held = _held(model)
-    assert held is not None
+    if few.all or held is None:
+        yield
+        return
     layers = list(held)
     held[:] = [layers[at] for at in few.chosen]
     try:
@@ -176,7 +183,7 @@ def of_all_layers(
     saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
 
     def offset(place: StepPlace, layer: int) -> Amount:
-        """What the layers left out hold while the model is at `layer` and the few at `place`."""
+        """The memory of the layers left out while the model is at `layer` and the few at `place`."""
         before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
         total = left_out
@@ -189,7 +196,7 @@ def of_all_layers(
     layers: dict[int, list[int]] = defaultdict(list)
     for at in range(len(few.kinds)):
         layers[few.like(at)].append(at)
-    for place, amount in _peaks(places, machine).items():
+    for place, amount in peaks(places, machine).items():
         for layer in layers[place.layer] if place.phase in (_FORWARD, _BACKWARD) else [0]:
             whole = place._replace(layer=layer)
             largest[whole] = amount.plus(offset(place, layer))
@@ -247,8 +254,8 @@ def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPl
     return place
 
 
-def _peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
-    """The largest amounts at every place."""
+def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
+    """Return the largest amounts at every place."""
     sizes, counts = [0] * (len(places) + 2), [0] * (len(places) + 2)
     for record in machine.records.values():
         end = len(places) if record.died is None else record.died
@@ -263,13 +270,13 @@ def _peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, 
 
 
 def _saved(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
-    """What a layer of each kind holds when the backward pass begins, its input included."""
+    """The memory of a layer of each kind when the backward pass begins, its input included."""
     turn = next(at for at, place in enumerate(places) if place.phase == _BACKWARD)
     return _of_kinds(few.kept, _held_by_layers(places, unqueued, turn))
 
 
 def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
-    """What a layer of each kind holds after its backward pass: gradients, and tensors that late ones wait for."""
+    """The memory of a layer of each kind after its backward pass: gradients, and tensors that late ones wait for."""
     lowest = min(place.layer for place in places if place.phase == _BACKWARD)
     end = next(at for at, place in enumerate(places) if place.phase == _BACKWARD and place.layer == lowest)
     held = _held_by_layers(places, unqueued, end)
@@ -279,7 +286,7 @@ def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> 
 
 
 def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: int) -> dict[int, Amount]:
-    """What the layers hold at a moment, by their positions."""
+    """The memory of the layers at a moment, by their positions."""
     held = {place.layer: Amount(0, 0) for place in places if place.phase == _FORWARD and place.layer >= 0}
     for record in unqueued.records.values():
         if record.buffer.kind == "given" or record.buffer.born >= moment or (record.died or moment) < moment:
@@ -293,10 +300,13 @@ def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: i
 
 
 def _of_kinds(kinds: Sequence[int], held: Mapping[int, Amount]) -> dict[int, Amount]:
-    """The middle amount of the layers of each kind, without the first and the last layer where there are others."""
+    """The least amount of the layers of each kind, without the first and the last layer where there are others.
+
+    A layer near the one that runs holds more: of inputs on the disk two are in memory.
+    """
     amounts: dict[int, Amount] = {}
     for kind in {kinds[at] for at in held}:
         same = [at for at in held if kinds[at] == kind]
         inner = [at for at in same if 0 < at < len(kinds) - 1] or same
-        amounts[kind] = Amount(*map(median, zip(*(held[at] for at in inner), strict=True)))
+        amounts[kind] = Amount(*map(min, zip(*(held[at] for at in inner), strict=True)))
     return amounts

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.nn as nn
 
@@ -29,12 +29,11 @@ from .advice import advice
 from .array_layout import ArrayLayout
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import Brake, DeviceLimits, device_limits
-from .few_layers import few_layers
-from .forecast import Forecast, forecast_step
+from .forecast import Forecast, Moment, Steps
 from .layers_on_disk import left_on_disk
 from .process_memory import LayoutError
 from .sampled_answers import with_sampling
-from .search import Largest, RunForecast, Values, fits, largest
+from .search import Largest, RunForecast, fits, largest
 from .traced_layers import InputsPlace
 from .traced_step import BatchShape
 
@@ -42,11 +41,10 @@ _LONGEST = 1 << 17
 _LENGTHS = 32
 _MOST_ROWS = 1024
 _MOST_RANK = 256
-# How long larger values, or those that a refused run could have, are searched for.
-_SECONDS = 12.0
 
 
-class Planner(NamedTuple):
+@dataclass(frozen=True)
+class Planner:
     """Plans steps of a run.
 
     Attributes:
@@ -58,6 +56,8 @@ class Planner(NamedTuple):
     run: Run
     layout: ArrayLayout
     brake: Brake | None = None
+    # The models and options that steps were planned of.
+    _steps: list[Steps] = field(default_factory=list)
 
     def at(
         self,
@@ -82,11 +82,11 @@ class Planner(NamedTuple):
         config = config or self.run.config
         batch = batch_shape(config, rows, length, self.run.splits)
         model = model or self.run.model
-        if checkpoints is None:
-            checkpoints = self.every_layer if config.grad_checkpoint else Checkpoints()
-        # Pictures enter some layers alone, and a step by layers has evaluations of its own.
-        layers = checkpoints if batch.images or layer_inputs else few_layers(model, checkpoints)
-        forecast = forecast_step(model, config, batch, self.layout, layers, layer_inputs=layer_inputs, brake=self.brake)
+        steps = next((steps for steps in self._steps if steps.model is model and steps.config is config), None)
+        if steps is None:
+            steps = Steps(model, config, self.layout)
+            self._steps.append(steps)
+        forecast = steps.forecast(batch, checkpoints, layer_inputs=layer_inputs, brake=self.brake)
         return with_sampling(forecast, model, config)
 
     @property
@@ -157,8 +157,9 @@ def examine(
 
 def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterator[tuple[str, Largest]]:
     """Yield the largest length, batch and rank that fit, with `first` as the plan of the run's own step."""
-    rows, length, until = first.rows, first.length, time.monotonic() + _SECONDS
+    rows, length = first.rows, first.length
     run, config, least = planner.run, planner.run.config, planner.least
+    fixed = _without_tokens(first)
 
     def planned_at_rank(rank: int) -> Forecast:
         changed = dataclasses.replace(config, lora_parameters=dataclasses.replace(config.lora_parameters, rank=rank))
@@ -166,32 +167,21 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
         prepare(other, changed)
         return planner.at(rows, length, least, config=changed, model=other)
 
-    lengths = {length: first}
-    yield "length", largest(
-        lambda length: planner.at(rows, length, least), limits, lengths,
-        Values(_LENGTHS, max(length, _positions(run.loaded.config))), deadline=_halfway(until),
-    )  # fmt: skip
-    # A further row needs at least as much memory as the same number of tokens spread over the rows.
-    alike = {rows * other / length: plan for other, plan in lengths.items()}
-    batch = largest(
-        lambda rows: planner.at(rows, length, least), limits, {rows: first},
-        Values(config.rows_each, max(rows, _MOST_ROWS)), alike=alike, deadline=_halfway(until),
-        # Half of the operations, those of the recurrence, are as many for any number of rows.
-        slower=lambda times: (1 + times) / 2,
-    )  # fmt: skip
+    lengths = range(_LENGTHS, max(length, _positions(run.loaded.config)) + 1, _LENGTHS)
+    yield "length", largest(lambda length: planner.at(rows, length, least), limits, {length: first}, lengths, fixed)
+    numbers = range(config.rows_each, max(rows, _MOST_ROWS) + 1, config.rows_each)
+    batch = largest(lambda rows: planner.at(rows, length, least), limits, {rows: first}, numbers, fixed)
     yield "batch", _per_run(batch, run)
     if config.fine_tune_type != "full":
         current = config.lora_parameters.rank
-        most = max(current, min(_MOST_RANK, _widest(run.model)))
-        yield "rank", largest(
-            planned_at_rank, limits, {current: first}, Values(1, most, _MOST_RANK), slower=lambda times: 1.0,
-            deadline=until,
-        )  # fmt: skip
+        ranks = range(1, max(current, min(_MOST_RANK, _widest(run.model))) + 1)
+        yield "rank", largest(planned_at_rank, limits, {current: first}, ranks)
 
 
-def _halfway(until: float) -> float:
-    """The moment halfway from now to `until`."""
-    return (time.monotonic() + until) / 2
+def _without_tokens(plan: Forecast) -> Forecast:
+    """The plan of a step like another without tokens: its weights, gradients and moments alone."""
+    buffers = Moment(sum(plan.counts.values()), "")
+    return dataclasses.replace(plan, buffers=buffers, bytes=Moment(sum(plan.sizes.values()), ""))
 
 
 def check(run: Run) -> Bounds:
@@ -288,13 +278,13 @@ def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: Dev
         if fits(planner.at(plan.rows, plan.length, least), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    per_rank, until = config.rows_each, time.monotonic() + _SECONDS
-    fewer_rows = Values(per_rank, plan.rows - per_rank)
-    fitting = largest(lambda rows: planner.at(rows, plan.length, least), limits, {}, fewer_rows, deadline=until)
+    per_rank, fixed = config.rows_each, _without_tokens(plan)
+    fewer_rows = range(per_rank, plan.rows, per_rank)
+    fitting = largest(lambda rows: planner.at(rows, plan.length, least), limits, {}, fewer_rows, fixed)
     if fitting.value:
         return f"It fits with {words}--batch-size {fitting.value // per_rank * run.world.size}."
-    shorter = Values(_LENGTHS, plan.length - 1)
-    fitting = largest(lambda length: planner.at(plan.rows, length, least), limits, {}, shorter, deadline=until)
+    shorter = range(_LENGTHS, plan.length, _LENGTHS)
+    fitting = largest(lambda length: planner.at(plan.rows, length, least), limits, {}, shorter, fixed)
     if fitting.value:
         return f"It fits with {words}--max-seq-length {fitting.value}."
     return "No batch size or length makes it fit: take a smaller or a quantised model."
@@ -327,7 +317,7 @@ def _from_disk(planner: Planner, limits: DeviceLimits) -> str:
     room = hundredths * scale // 100
     layers = [layer.module for layer in describe(run.model)]
     frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
-    plan = planner._replace(brake=None).at(*shape(run), planner.every_layer, layer_inputs="memory")
+    plan = dataclasses.replace(planner, brake=None).at(*shape(run), planner.every_layer, layer_inputs="memory")
     too_many = limits.buffers is not None and plan.buffers.amount > limits.buffers
     if too_many or left_on_disk(plan.bytes.amount, frozen, room, least=1) is None:
         return ""
@@ -369,8 +359,4 @@ def _per_run(largest_of_rank: Largest, run: Run) -> Largest:
     def batch(rows: int) -> int:
         return rows // run.config.rows_each * run.world.size
 
-    return Largest(
-        batch(largest_of_rank.value),
-        largest_of_rank.more,
-        None if largest_of_rank.probable is None else batch(largest_of_rank.probable),
-    )
+    return Largest(batch(largest_of_rank.value), largest_of_rank.more)

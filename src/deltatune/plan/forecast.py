@@ -1,10 +1,8 @@
-"""Forecasts the peaks of one training step: how much memory is alive, where in the step, and in which arrays."""
+"""Forecasts the peaks of one training step: how much memory is alive, and where in the step."""
 
 from __future__ import annotations
 
 import gc
-import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
@@ -12,36 +10,23 @@ import mlx.nn as nn
 from ..layers import describe
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
+from ..train.by_layer.layer_functions import lowest_layer
 from .arithmetic import Products, products
 from .array_layout import ArrayLayout
 from .device_limits import Brake
-from .few_layers import Amount, FewLayers, of_all_layers, only, places_of, serves
-from .graph import Node
+from .few_layers import FewLayers, StepPlace, few_layers, of_all_layers, only, peaks, places_of, serves
 from .primitives import without_rule
-from .simulate import Peak, Simulation
+from .simulate import Amount, Simulation
 from .traced_layers import InputsPlace
-from .traced_step import BatchShape, TracedStep, before_step, simulate_step, simulate_tower, trace_step
-
-_SHOWN = 5
-_SEARCHED = 400
-
-
-@dataclass(frozen=True)
-class AliveKind:
-    """The buffers alive at a peak that one kind of primitive made."""
-
-    kind: str
-    buffers: int
-    bytes: int
+from .traced_step import BatchShape, Before, before_step, simulate_step, simulate_tower, trace_step
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A peak of bytes or buffers: its `amount`, `where` in the step it is, and the live arrays, largest first."""
+    """A peak of bytes or buffers: its `amount`, and `where` in the step it is."""
 
     amount: int
     where: str
-    alive: list[AliveKind]
 
 
 @dataclass(frozen=True)
@@ -60,7 +45,6 @@ class Forecast:
         products: The matrix products of the step.
         layer_inputs: Bytes of layers' inputs that a step by layers keeps between its passes.
         memory_limit: The bytes from which on MLX waits for queued work in this step; None where it does not.
-        seconds: How long it took to make this plan.
     """
 
     rows: int
@@ -74,7 +58,6 @@ class Forecast:
     products: Products = field(default_factory=Products)
     layer_inputs: int = 0
     memory_limit: int | None = None
-    seconds: float = field(default=0.0, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -87,6 +70,12 @@ class Forecast:
         return self.buffers.amount - sum(self.counts.values())
 
 
+# The tokens of a step that are enough to count the products of each token.
+_COUNTED = 128
+# A task of MLX's queue has ten operations, and how many are in the one that a loop begins with is left to chance.
+_QUEUED = (0, 5)
+
+
 def forecast_step(
     model: nn.Module,
     config: TrainConfig,
@@ -97,124 +86,119 @@ def forecast_step(
     layer_inputs: InputsPlace | None = None,
     brake: Brake | None = None,
 ) -> Forecast:
-    """Forecast a training step; nothing is evaluated and the model is left unchanged.
+    """Forecast one training step, as Steps does."""
+    return Steps(model, config, layout).forecast(shape, checkpoints, layer_inputs=layer_inputs, brake=brake)
+
+
+class Steps:
+    """Forecasts training steps of a model; nothing is evaluated and the model is left unchanged.
 
     Args:
         model: The model, with its adapters.
         config: The run.
-        shape: The shape of the batch.
         layout: How the loaded MLX stores its arrays.
-        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; with a few
-            layers that stand for all of them, these alone are traced.
-        layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
-        brake: From how many bytes on MLX waits for queued work; None where it does not.
     """
-    collects, started = gc.isenabled(), time.monotonic()
-    gc.disable()
-    try:
-        forecast = None
-        if isinstance(checkpoints, FewLayers):
-            few, checkpoints = checkpoints, checkpoints.recomputed
-            forecast = None if few.all else _planned_by_few(model, config, shape, layout, few, brake)
-        if forecast is None:
-            built = trace_step(model, config, shape, layout, checkpoints, layer_inputs=layer_inputs)
-            forecast = _planned(built, config, layout, brake)
-            del built
-    finally:
-        # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects made
-        # while the collector waited are young, so that all others need not be looked through.
-        gc.collect(0)
-        if collects:
-            gc.enable()
-    return replace(forecast, seconds=time.monotonic() - started)
 
+    def __init__(self, model: nn.Module, config: TrainConfig, layout: ArrayLayout):
+        self.model, self.config, self._layout = model, config, layout
+        # The arrays before a step of the layers at these positions.
+        self._before: dict[tuple[int, ...], Before] = {}
 
-def _planned_by_few(
-    model: nn.Module,
-    config: TrainConfig,
-    shape: BatchShape,
-    layout: ArrayLayout,
-    few: FewLayers,
-    brake: Brake | None,
-) -> Forecast | None:
-    """The forecast by a trace of a few layers; None where they cannot be told from each other in it."""
-    paths = [layer.path for layer in describe(model)]
-    of_all, arrays = before_step(model, config, layout, few.recomputed)
-    with only(model, few):
-        of_few, _ = before_step(model, config, layout, few.checkpoints)
-        built = trace_step(model, config, shape, layout, few.checkpoints)
-        machines = simulate_step(built, layout), simulate_step(built, layout, 0)
-        places = places_of(built, machines[0].evaluated, model)
-    if not serves(few, places):
-        return None
-    left_out = Amount(of_all.live_bytes - of_few.live_bytes, of_all.live - of_few.live)
-    queued, waiting = (of_all_layers(few, places, machine, machines[1], left_out) for machine in machines)
-    largest, most = (max(queued, key=lambda place: queued[place][amount]) for amount in range(2))
-    amount, limit = queued[largest].bytes, None
-    if brake is not None:
-        least = max(amount.bytes for amount in waiting.values())
-        limit = brake.limit(int(least))
-        amount = min(amount, max(least, limit))
-    return Forecast(
-        shape.rows,
-        shape.length,
-        config.lora_parameters.rank,
-        Moment(int(queued[most].buffers), most.words(paths), []),
-        Moment(int(amount), largest.words(paths), []),
-        {name: count for name, (count, _) in arrays.items()},
-        {name: size for name, (_, size) in arrays.items()},
-        without_rule(machines[0].evaluated),
-        memory_limit=limit,
-    )
+    def forecast(
+        self,
+        shape: BatchShape,
+        checkpoints: Checkpoints | FewLayers | None = None,
+        *,
+        layer_inputs: InputsPlace | None = None,
+        brake: Brake | None = None,
+    ) -> Forecast:
+        """Forecast one step.
 
+        Args:
+            shape: The shape of the batch.
+            checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; or the
+                layers that are traced for all.
+            layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
+            brake: From how many bytes on MLX waits for queued work; None where it does not.
+        """
+        if checkpoints is None:
+            checkpoints = Checkpoints(range(len(describe(self.model))) if self.config.grad_checkpoint else ())
+        few = checkpoints if isinstance(checkpoints, FewLayers) else few_layers(self.model, checkpoints)
+        # Pictures enter some layers alone.
+        if shape.images:
+            few = few.every
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._planned(shape, few, layer_inputs, brake)
+        finally:
+            # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
+            # made while the collector waited are young, so that all others need not be looked through.
+            gc.collect(0)
+            if collects:
+                gc.enable()
 
-def _planned(built: TracedStep, config: TrainConfig, layout: ArrayLayout, brake: Brake | None) -> Forecast:
-    limit = None
-    if brake is not None:
-        limit = brake.limit(simulate_step(built, layout, 0).bytes.amount)
-    machine, tower = simulate_step(built, layout, limit), simulate_tower(built, layout)
-    peak_bytes = _moment(machine, built, machine.bytes, by_bytes=True)
-    if tower is not None and tower.bytes.amount > peak_bytes.amount:
-        peak_bytes = _moment(tower, built, tower.bytes, by_bytes=True, where="the vision tower, before the step")
-    counts = {"parameters": built.parameters, "gradients": built.gradients, "moments": built.moments}
-    sizes = {
-        "parameters": built.parameter_bytes, "gradients": built.gradient_bytes, "moments": built.moment_bytes,
-    }  # fmt: skip
-    return Forecast(
-        built.rows,
-        built.length,
-        config.lora_parameters.rank,
-        _moment(machine, built, machine.buffers, by_bytes=False),
-        peak_bytes,
-        counts,
-        sizes,
-        without_rule(machine.evaluated),
-        products(machine.evaluated),
-        built.layer_inputs,
-        limit,
-    )
+    def _planned(
+        self, shape: BatchShape, few: FewLayers, layer_inputs: InputsPlace | None, brake: Brake | None
+    ) -> Forecast:
+        """The forecast by a trace of a few layers, or of all where they cannot be told from each other in it."""
+        model, config, layout = self.model, self.config, self._layout
+        paths = [layer.path for layer in describe(model)]
+        of_all = self._arrays_before(few.every)
+        with only(model, few):
+            of_few = self._arrays_before(few)
+            built = trace_step(
+                model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
+            )
+            machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
+            unqueued = simulate_step(built, layout, 0)
+            tower = simulate_tower(built, layout)
+            places = places_of(built, unqueued.evaluated, model)
+        kept = len(paths) - lowest_layer(model, paths)
+        left_out = of_all.held.plus(of_few.held, -1)
 
+        def whole(machine: Simulation) -> dict[StepPlace, Amount]:
+            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, unqueued, left_out)
 
-def _moment(machine: Simulation, built: TracedStep, peak: Peak, *, by_bytes: bool, where: str = "") -> Moment:
-    alive = machine.alive(peak.at)
-    buffers, sizes = Counter(b.kind for b in alive), Counter[str]()
-    for buffer in alive:
-        sizes[buffer.kind] += buffer.size
-    alive_kinds = [AliveKind(kind, buffers[kind], sizes[kind]) for kind in buffers if kind != "given"]
-    alive_kinds.sort(key=lambda kind: kind.bytes if by_bytes else kind.buffers, reverse=True)
-    return Moment(peak.amount, where or _location(machine.evaluated, built, peak.at), alive_kinds[:_SHOWN])
+        if not few.all and not serves(few, places):
+            return self._planned(shape, few.every, layer_inputs, brake)
+        queued = [(held, place) for machine in machines for place, held in whole(machine).items()]
+        (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
+        amount, limit, where = most.bytes, None, largest.words(paths)
+        if brake is not None:
+            least = max(held.bytes for held in whole(unqueued).values())
+            limit = brake.limit(int(least))
+            amount = min(amount, max(least, limit))
+        if tower is not None and tower.bytes > amount:
+            amount, where = tower.bytes, "the vision tower, before the step"
+        return Forecast(
+            shape.rows,
+            shape.length,
+            config.lora_parameters.rank,
+            Moment(int(buffers.buffers), place.words(paths)),
+            Moment(int(amount), where),
+            of_all.counts,
+            of_all.sizes,
+            without_rule(unqueued.evaluated),
+            self._products(shape, few, layer_inputs) if layer_inputs else Products(),
+            built.layer_inputs * kept // max(1, few.chosen_from(len(paths) - kept)),
+            limit,
+        )
 
+    def _products(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace) -> Products:
+        """The matrix products of a step by layers, by those of a short one, which has every turn of its loops."""
+        short = shape if shape.images else replace(shape, rows=1, length=min(shape.length, _COUNTED))
+        with only(self.model, few):
+            built = trace_step(self.model, self.config, short, self._layout, few.checkpoints, layer_inputs=inputs)
+            order = [node for phase in built.phases for node in phase.order]
+            places = places_of(built, order, self.model)
+        times = {place: few.times(place) for place in set(places)}
+        counted = products(order, (times[place] for place in places[1:]))
+        return counted.times(shape.rows * shape.length / (short.rows * short.length))
 
-def _location(evaluated: list[Node], built: TracedStep, at: int) -> str:
-    """The phase of primitive `at` and the parameter read nearest to it: `the backward pass, near lm_head.weight`."""
-    if at >= built.update_from:
-        return "the update"
-    here = evaluated[min(at, len(evaluated) - 1)]
-    phase = "the forward pass" if here in built.forward else "the backward pass"
-    for distance in range(_SEARCHED):
-        for index in (at - distance, at + distance):
-            if 0 <= index < built.update_from:
-                for source in evaluated[index].inputs:
-                    if source.address in built.names:
-                        return f"{phase}, near {built.names[source.address]}"
-    return phase
+    def _arrays_before(self, few: FewLayers) -> Before:
+        """The arrays before a step of the chosen layers, which the model has now."""
+        at = tuple(few.chosen)
+        if at not in self._before:
+            self._before[at] = before_step(self.model, self.config, self._layout, few.checkpoints)
+        return self._before[at]

@@ -167,7 +167,7 @@ def _peak(model: nn.Module, noted: Sequence[Sequence[mx.array]], bound: int | No
     For a pass as a whole within `bound` bytes, MLX waits for queued work; None is for a pass by layers.
     """
     limit = None if bound is None else brake(bound)
-    return simulate_forward(ArrayLayout.measured(), model.state, noted, limit).bytes.amount
+    return simulate_forward(ArrayLayout.measured(), model.state, noted, limit).bytes
 
 
 def _planned(

@@ -240,7 +240,7 @@ def placed(run: Run) -> Placed:
         if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
             limit = brake(memory)
             waits = None if limit is None else Brake(limit, limit)
-            plan = planner._replace(brake=waits).at(rows, length)
+            plan = dataclasses.replace(planner, brake=waits).at(rows, length)
             fits = plan.bytes.amount <= memory
         if not fits:
             plan = planner.at(rows, length, layer_inputs="memory")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -28,6 +30,9 @@ from .fit import check, examine
 from .placement import Placed, placed
 from .screen import PlanLines
 from .search import RunForecast
+
+# The seconds after which a run says that it is being planned.
+_MOMENT = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class PlannedRun(Run):
         run = ready(config, world=world, lazy=bounded)
         for line in run.notes:
             screen.say(line)
-        places = placed(run) if bounded else None
+        with _announced(screen):
+            places = placed(run) if bounded else None
         for line in run.prepare() if places is None else places.lines:
             screen.say(line)
         return cls(**vars(run), screen=screen, placed=places)
@@ -86,7 +92,8 @@ class PlannedRun(Run):
         Raises:
             UserError: The run does not fit in memory; the message names changes with which it fits.
         """
-        bounds = check(self) if self.placed is None else self.placed.bounds(self)
+        with _announced(self.screen):
+            bounds = check(self) if self.placed is None else self.placed.bounds(self)
         for fact in bounds.said:
             self.screen.say(fact)
         return Trainer.of(self, self.screen, folder=folder, bounds=bounds, rewards=rewards, callbacks=callbacks)
@@ -165,6 +172,19 @@ def plan_run(config: TrainConfig) -> RunForecast:
         UserError: The graphs of this MLX cannot be read, or the run cannot be set up.
     """
     return examine(config, shown=PlanLines(partial(print, flush=True)))
+
+
+@contextlib.contextmanager
+def _announced(screen: Screen) -> Iterator[None]:
+    """Say on a terminal that the step is planned, if that takes longer than a moment."""
+    timer = threading.Timer(_MOMENT, screen.say, ["Planning the step's memory"])
+    timer.daemon = True
+    if sys.stdout.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _best(result: Result, outputs: Outputs) -> str:

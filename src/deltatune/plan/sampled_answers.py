@@ -12,7 +12,7 @@ from ..models.generate import begun, cache_bytes
 from ..options.config import TrainConfig
 from ..patches import patched
 from ..train.evaluation.evaluate import inferring
-from .forecast import AliveKind, Forecast, Moment
+from .forecast import Forecast, Moment
 
 # The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies for attention
 # where no kernel serves it.
@@ -42,5 +42,4 @@ def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> 
     amount = forecast.sizes["parameters"] + forecast.sizes["moments"] + rows * of_row
     if amount <= forecast.bytes.amount:
         return forecast
-    alive = [AliveKind("caches of sampled answers", _CACHES * rows, rows * of_row)]
-    return replace(forecast, bytes=Moment(amount, f"sampling {rows:,} answers, before the step", alive))
+    return replace(forecast, bytes=Moment(amount, f"sampling {rows:,} answers, before the step"))

@@ -44,7 +44,7 @@ class PlanLines:
 
     Args:
         say: Takes one or more lines.
-        verbose: Whether to say which primitives hold the memory, and where in the model.
+        verbose: Whether to say where in the model the peak is.
     """
 
     def __init__(self, say: Callable[[str], object], verbose: bool = False):
@@ -81,7 +81,7 @@ class PlanPanel:
 
     Args:
         console: The terminal.
-        verbose: Whether to show which primitives hold the memory, and where in the model.
+        verbose: Whether to show where in the model the peak is.
     """
 
     def __init__(self, console: Console, verbose: bool = False):
@@ -123,11 +123,11 @@ class PlanPanel:
             f"{size(plan.bytes.amount)}{of}, {limits.why_bytes}; the peak is in the {_where(plan.bytes, self._verbose)}"
         )
         self._add("memory", text, share)
-        self._add("of it", f"{_parts(plan)}{_alive(plan.bytes) if self._verbose else ''}")
+        self._add("of it", f"{_parts(plan)}")
         if limits.buffers is not None or self._verbose:
             of = f" of {limits.buffers:,}" if limits.buffers is not None else ""
             share = plan.buffers.amount / limits.buffers if limits.buffers else None
-            more = f"; {_counts(plan)}{_alive(plan.buffers)}" if self._verbose else ""
+            more = f"; {_counts(plan)}" if self._verbose else ""
             self._add("buffers", f"{plan.buffers.amount:,}{of}, {limits.why_buffers}{more}", share)
         if plan.unknown:
             self._add("note", unknown(plan).strip())
@@ -189,11 +189,7 @@ def verdict(run_forecast: RunForecast) -> str:
 
 def longest(result: Largest) -> str:
     """The longest row that fits, in a few words."""
-    value = result.probable or result.value
-    if not value:
-        return "how long a row may be is not known" if result.more else "no row fits"
-    about = "about " if result.probable else ""
-    return f"longest row {about}{value:,}{' or more' if result.more else ''}"
+    return f"longest row {words(result)}" if result.value else "no row fits"
 
 
 def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
@@ -223,7 +219,7 @@ def line(plan: Forecast, limits: DeviceLimits) -> str:
 
 def _waits(plan: Forecast, limits: DeviceLimits) -> str:
     """Return a note for a step that fits only because MLX waits for queued work; "" for others."""
-    waits = limits.brake is not None and plan.bytes.amount > limits.brake.most and fits(plan, limits)
+    waits = limits.brake is not None and plan.bytes.amount >= limits.brake.most and fits(plan, limits)
     return ", with less work queued for the GPU, which may take a quarter longer" if waits else ""
 
 
@@ -244,15 +240,15 @@ def _shape(rows: int, length: int, max_seq_length: int) -> str:
 
 
 def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
-    """Return the memory of the run's step, with the primitives that hold it where `verbose`."""
+    """Return the memory of the run's step, with the places of its peaks where `verbose`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
     lines = [] if run_forecast.checkpoints is None else [run_forecast.checkpoints]
     limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
     lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in the {_where(plan.bytes, verbose)}.")
-    lines.append(f"  {_parts(plan)}{_alive(plan.bytes) if verbose else ''}.")
+    lines.append(f"  {_parts(plan)}.")
     limit = f"limit {limits.buffers:,}: {limits.why_buffers}" if limits.buffers is not None else limits.why_buffers
     lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in the {_where(plan.buffers, verbose)}.")
-    lines.append(f"  {_counts(plan)}{_alive(plan.buffers) if verbose else ''}.")
+    lines.append(f"  {_counts(plan)}.")
     if plan.unknown:
         lines.append(unknown(plan).strip())
     lines.append("Largest that fits, one at a time:")
@@ -267,13 +263,9 @@ def tried(choice: Choice) -> str:
 
 def words(result: Largest) -> str:
     """The largest batch, length or rank that fits."""
-    more = " or more" if result.more else ""
-    if result.probable:
-        planned = f"{result.value:,} by a plan, " if result.value else ""
-        return f"{planned}{result.probable:,}{more} by how memory grows"
     if not result.value:
-        return "not known, since its plan would take long" if result.more else "none"
-    return f"{result.value:,}{more}"
+        return "none"
+    return f"{result.value:,}{' or more' if result.more else ''}"
 
 
 def _where(moment: Moment, verbose: bool) -> str:
@@ -290,8 +282,3 @@ def _parts(plan: Forecast) -> str:
 
 def _counts(plan: Forecast) -> str:
     return ", ".join([*(f"{name} {count:,}" for name, count in plan.counts.items()), f"all else {plan.beyond:,}"])
-
-
-def _alive(moment: Moment) -> str:
-    shown = ", ".join(f"{kind.kind} {size(kind.bytes)} in {kind.buffers:,}" for kind in moment.alive)
-    return f"; most of it from {shown}" if shown else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,13 +25,11 @@ class Largest:
 
     Args:
         value: The largest value with a plan that fits, 0 where there is none.
-        more: Larger values than are named here, which were not tried, may fit.
-        probable: A larger value that there was no time to plan. It fits if memory grows as in the plans made.
+        more: Whether larger values than were searched may fit.
     """
 
     value: int
     more: bool
-    probable: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,81 +48,47 @@ class RunForecast:
     checkpoints: str | None = None
 
 
-@dataclass(frozen=True)
-class Values:
-    """The values among which the largest that fits is searched for.
-
-    Attributes:
-        step: They are multiples of this.
-        most: The largest of them.
-        leap: The next one tried is at most this many times the largest that fits so far.
-    """
-
-    step: int
-    most: int
-    leap: int = 4
-
-
 def largest(
     attempt: Try,
     limits: DeviceLimits,
     known: dict[int, Forecast],
-    values: Values,
-    *,
-    alike: Mapping[float, Forecast] | None = None,
-    slower: Callable[[float], float] = lambda times: times,
-    deadline: float = math.inf,
+    values: range,
+    fixed: Forecast | None = None,
 ) -> Largest:
     """Search for the largest of some values with a plan that fits.
 
-    The search ends within 2 % of a value that does not fit. Memory grows with the value, so the next one tried is where
-    the parabola through the plans meets the limit, or a smaller one if that plan would not be made by the deadline.
+    Memory grows with the value, so the next one tried is where the parabola through the plans meets the limit. The
+    search ends within 2 % of a value that does not fit, or of that place once a plan was foreseen within 1 %.
 
     Args:
         attempt: Makes the plan for a value.
         limits: The limits to stay within.
         known: Plans that exist already, by value. Those that are made here are added.
-        values: The values that may be tried.
-        alike: Plans of other steps, by the value that would need as much memory. They only help to choose values.
-        slower: How many times as long a plan takes for a value that many times as large.
-        deadline: When to stop, in the time of time.monotonic(). If no plan is known, one is made in any case.
+        values: The values that may be tried, from the smallest on.
+        fixed: The memory of any value, as a plan for the value 0 would have it.
     """
-    step, most = values.step, values.most
+    step, most, foreseen = values.step, values[-1] if values else 0, False
+    if not most or (fixed is not None and not fits(fixed, limits)):
+        return Largest(0, more=False)
     for _ in range(_PLANS):
         good, bad = _bounds(known, limits, most)
-        above = bad - 1 if bad <= most else min(most, values.leap * max(good, step))
-        low, high = good // step * step + step, above // step * step
-        if low > high or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
+        low, high = good // step * step + step, min(bad - 1, most) // step * step
+        points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
+        wanted = _guess(points, limits, good, high) // step * step
+        near = foreseen and good and wanted < most and (wanted - good) * 50 <= good
+        if low > high or near or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break
-        points = dict(alike or {}) | {float(value): plan for value, plan in known.items()}
-        wanted, known_growth = _guess(points, limits, good, high) // step * step, len(points) > 1
-        value = _in_time(known, max(wanted, low) if good else step, step, slower, deadline - time.monotonic())
-        # A smaller value than fits already is worth its plan where nothing else tells how memory grows.
-        if value is None or (value < good and known_growth):
-            if known_growth and wanted > good:
-                return Largest(good, more=bad > most and wanted == high, probable=wanted)
-            return Largest(good, more=not good or not known_growth)
+        value = min(max(wanted, low), high) if good or fixed is not None else step
         known[value] = attempt(value)
-    return Largest(_bounds(known, limits, most)[0], more=all(fits(plan, limits) for plan in known.values()))
+        foreseen = len(points) > 1 and _foreseen(points, value, known[value])
+    good = _bounds(known, limits, most)[0]
+    return Largest(good, more=good >= most)
 
 
 def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:
     """The largest value that fits, and the smallest that does not."""
     good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
     return good, min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
-
-
-def _in_time(
-    plans: Mapping[int, Forecast], wanted: int, step: int, slower: Callable[[float], float], left: float
-) -> int | None:
-    """Return `wanted`, or its half, quarter and so on, if a new plan for it takes at most `left` seconds; else None."""
-    value = wanted
-    while value >= step:
-        near = min(plans, key=lambda planned: abs(planned - value), default=None)
-        if near is None or (value not in plans and plans[near].seconds * slower(value / near) <= left):
-            return value
-        value = value // 2 // step * step
-    return None
 
 
 def _guess(plans: Mapping[float, Forecast], limits: DeviceLimits, low: int, high: int) -> int:
@@ -137,6 +99,12 @@ def _guess(plans: Mapping[float, Forecast], limits: DeviceLimits, low: int, high
             points = sorted((value, getattr(plan, amount).amount) for value, plan in plans.items())
             guesses.append(_meets(points, limit, low, high))
     return min(guesses)
+
+
+def _foreseen(points: Mapping[float, Forecast], value: int, plan: Forecast) -> bool:
+    """Whether the curve through other plans told the memory of this one within 1 %."""
+    curve = _curve(sorted((at, other.bytes.amount) for at, other in points.items())[-3:], value)
+    return abs(curve - plan.bytes.amount) * 100 <= plan.bytes.amount
 
 
 def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> int:

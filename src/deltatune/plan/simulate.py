@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..machine import environment
 from .array_layout import ArrayLayout
@@ -51,12 +52,15 @@ PACES = {
 }
 
 
-@dataclass
-class Peak:
-    """The largest amount that lived at once; `at` is the number of primitives that were evaluated before."""
+class Amount(NamedTuple):
+    """Bytes and buffers, of one moment."""
 
-    amount: int = 0
-    at: int = 0
+    bytes: float
+    buffers: float
+
+    def plus(self, other: Amount, times: float = 1) -> Amount:
+        """Add so many times another amount."""
+        return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
 
 
 @dataclass
@@ -92,17 +96,19 @@ class Simulation:
         layout: How the loaded MLX stores its arrays.
         pace: How the device groups operations into tasks.
         brake: MLX's memory limit: while more bytes than these are alive, MLX waits for queued tasks. None for no limit.
+        queued: How many operations the first task has already.
     """
 
-    def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None):
+    def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None, queued: int = 0):
         self.layout, self._pace, self._brake = layout, pace, brake
         self.stored: dict[int, StoredArray] = {}
         self.live = self.live_bytes = 0
-        self.buffers, self.bytes = Peak(), Peak()
+        # The most of them that lived at once.
+        self.buffers = self.bytes = 0
         self.evaluated: list[Node] = []
         self.records: dict[Buffer, Record] = {}
         self._holds: dict[int, int] = {}
-        self._queue = Queue()
+        self._queue = Queue(operations=queued)
         self._temporaries: list[Buffer] = []
 
     def add_leaves(self, leaves: Sequence[Node], shared_buffers: Sequence[Sequence[int]] = ()) -> None:
@@ -187,10 +193,8 @@ class Simulation:
         self.records[buffer] = Record(buffer)
         self.live += 1
         self.live_bytes += size
-        if self.live > self.buffers.amount:
-            self.buffers = Peak(self.live, now)
-        if self.live_bytes > self.bytes.amount:
-            self.bytes = Peak(self.live_bytes, now)
+        self.buffers = max(self.buffers, self.live)
+        self.bytes = max(self.bytes, self.live_bytes)
         return buffer
 
     def is_donatable(self, node: Node) -> bool:
@@ -254,11 +258,3 @@ class Simulation:
         stored = self.stored.pop(address, None)
         if stored is not None:
             self._release(stored.buffer)
-
-    def alive(self, at: int) -> list[Buffer]:
-        """The buffers that were alive when primitive number `at` was evaluated."""
-        return [
-            record.buffer
-            for record in self.records.values()
-            if record.buffer.born <= at and (record.died is None or record.died >= at)
-        ]

@@ -22,6 +22,7 @@ from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
+from ..ops.tracing import trace
 from ..options.config import TrainConfig
 from ..train.batch_loss import Arrays, arrays
 from ..train.by_layer.layer_step import step_of
@@ -33,7 +34,7 @@ from ..train.tree import leaves
 from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
-from .simulate import PACES, Simulation
+from .simulate import PACES, Amount, Simulation
 from .traced_layers import InputsPlace, NotedPasses, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
@@ -46,7 +47,6 @@ class Phase:
     `dropped` holds addresses of leaves that nothing but the graph refers to.
     """
 
-    name: str
     outputs: list[Node]
     order: list[Node]
     dropped: list[int] = field(default_factory=list)
@@ -66,15 +66,8 @@ class TracedStep:
     # The nodes of the forward pass, and how many primitives come before the update.
     forward: set[Node]
     update_from: int
-    # How many arrays are parameters, gradients and moments, and their bytes.
-    parameters: int
+    # How many arrays are gradients.
     gradients: int
-    moments: int
-    parameter_bytes: int
-    gradient_bytes: int
-    moment_bytes: int
-    rows: int
-    length: int
     # The arrays behind the nodes, held here because an address is valid only while its array exists.
     arrays: list[mx.array]
     # A vision tower that does not train runs before the step, one frame at a time; `tower_reads` are its inputs.
@@ -119,7 +112,7 @@ def blank_rollouts(rows: int, length: int, config: TrainConfig) -> RolloutBatch:
     ones = np.ones((rows, length), np.float32)
     old = ones if needs_old(config) else None
     reference = ones if config.beta else None
-    return RolloutBatch(ones[:, 0], ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
+    return RolloutBatch(ones, ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
 
 
 class _Start(NamedTuple):
@@ -132,6 +125,14 @@ class _Start(NamedTuple):
     moments: list[mx.array]
     arrays: list[mx.array]
     shared_buffers: list[list[int]]
+
+
+class Before(NamedTuple):
+    """The arrays that exist before a step: their memory, and the number and bytes of parameters, gradients, moments."""
+
+    held: Amount
+    counts: dict[str, int]
+    sizes: dict[str, int]
 
 
 @contextlib.contextmanager
@@ -152,20 +153,18 @@ def _set_up(
         yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
 
 
-def before_step(
-    model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None
-) -> tuple[Simulation, dict[str, tuple[int, int]]]:
-    """Return the arrays that exist before a step, and the number and bytes of parameters, gradients and moments."""
+def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None) -> Before:
+    """Return the arrays that exist before a step."""
     with _set_up(model, config, layout, checkpoints, None) as start:
         machine = Simulation(layout, backend.here(PACES))
         machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
         shared = sum(len(group) - 2 for group in start.shared_buffers)
         parameters = [array for _, array in leaves(model.parameters())]
         groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
-        return machine, {
-            name: (len(arrays) - shared * (name == "parameters"), sum(array.nbytes for array in arrays))
-            for name, arrays in groups.items()
-        }
+        counts = {name: len(arrays) for name, arrays in groups.items()}
+        counts["parameters"] -= shared
+        sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
+        return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
 
 
 def trace_step(
@@ -176,10 +175,12 @@ def trace_step(
     checkpoints: Checkpoints | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
+    shortened: bool = False,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` and `layer_inputs` are as in forecast_step(). UserError where options of `config` conflict.
+    `checkpoints` and `layer_inputs` are as in forecast_step(); `shortened` leaves out most turns of long loops.
+    UserError where options of `config` conflict.
     """
     with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
         step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
@@ -189,32 +190,31 @@ def trace_step(
         if config.loss == "grpo":
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
+        with trace.having(shortened=shortened):
+            first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
         existing = _addresses(layout, existing_arrays)
-        phases = _gradient_phases(layout, [*start.traced.noted, first], existing)
+        # One evaluation of a step as a whole, many of one by layers.
+        phases = _phases(layout, [*start.traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
         evaluated = existing | {node.address for node in graphs}
         # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
-        sources = _constants(read(layout, _leaves(batch), existing), existing)
+        sources = _constants(all_nodes(read(layout, _leaves(batch), existing)), existing)
         known = {node.address for node in [*sources, *(node for node in graphs if node.kind)]}
         held = read(layout, existing_arrays, existing) + sources
-        held += _constants_among(graphs, existing | known) + _constants(update_nodes, evaluated)
+        held += _constants(graphs, existing | known) + _constants(all_nodes(update_nodes), evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the last graph has read them.
         phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
         forward = _forward(phases, layout.address(first[0]))
         update_from = sum(len(phase.order) for phase in phases)
         replaced = [*before, *step.joined, *moments, *_leaves(gradients)]
-        phases.append(_phase("update", update_nodes, _replaced(layout, replaced, second)))
+        phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
+    kept = [*existing_arrays, *first, *second, *_leaves(batch), *features]
+    count, inputs = len(_leaves(gradients)), start.traced.inputs.bytes
     return TracedStep(
-        phases, held, shared_buffers, names, forward, update_from,
-        len(names) - sum(len(group) - 2 for group in shared_buffers), len(_leaves(gradients)), len(moments),
-        sum(array.nbytes for _, array in leaves(model.parameters())),
-        sum(array.nbytes for array in _leaves(gradients)), sum(array.nbytes for array in moments),
-        shape.rows, shape.length, [*existing_arrays, *first, *second, *_leaves(batch), *features],
-        tower, tower_reads, start.traced.inputs.bytes,
-    )  # fmt: skip
+        phases, held, shared_buffers, names, forward, update_from, count, kept, tower, tower_reads, inputs
+    )
 
 
 def _outputs(
@@ -229,12 +229,6 @@ def _outputs(
     return first, [*_leaves(step.parameters()), *_leaves(optimizer.state), norm], gradients
 
 
-def _gradient_phases(layout: ArrayLayout, noted: Sequence[Sequence[mx.array]], existing: set[int]) -> list[Phase]:
-    """The evaluations before the update: one of a step as a whole, many of one by layers."""
-    graphs, dropped = parts_read(layout, noted, existing)
-    return [_phase("forward and backward", *part) for part in zip(graphs, dropped, strict=True)]
-
-
 def _forward(phases: Sequence[Phase], loss: int) -> set[Node]:
     """The nodes that are evaluated before the loss at an address, or that it depends on."""
     forward: set[Node] = set()
@@ -246,9 +240,13 @@ def _forward(phases: Sequence[Phase], loss: int) -> set[Node]:
     return forward
 
 
-def _phase(name: str, outputs: list[Node], dropped: list[int]) -> Phase:
+def _phases(layout: ArrayLayout, noted: Sequence[Sequence[mx.array]], existing: set[int]) -> list[Phase]:
+    return [_phase(*part) for part in zip(*parts_read(layout, noted, existing), strict=True)]
+
+
+def _phase(outputs: list[Node], dropped: list[int]) -> Phase:
     """The evaluation of `outputs`; nothing but the graph refers to the arrays at the addresses `dropped`."""
-    return Phase(name, outputs, evaluation_order(outputs, int(os.environ.get(_WIDTH, "20"))), dropped)
+    return Phase(outputs, evaluation_order(outputs, int(os.environ.get(_WIDTH, "20"))), dropped)
 
 
 def _addresses(layout: ArrayLayout, arrays: Sequence[mx.array]) -> set[int]:
@@ -283,7 +281,7 @@ def _tower_phase(layout: ArrayLayout, features: list[mx.array], existing: set[in
         return None, []
     outputs = read(layout, features, existing)
     reads = [node for node in all_nodes(outputs) if not node.kind and node.address not in existing]
-    return _phase("the vision tower", outputs, [node.address for node in reads]), reads
+    return _phase(outputs, [node.address for node in reads]), reads
 
 
 def _blank_features(features: list[mx.array], frames: int) -> dict[str, Any]:
@@ -304,12 +302,8 @@ def _replaced(layout: ArrayLayout, old: Sequence[mx.array], new: Sequence[mx.arr
     return [at for at in dict.fromkeys(layout.address(array) for array in old) if at not in staying]
 
 
-def _constants(outputs: Sequence[Node], others: set[int]) -> list[Node]:
+def _constants(nodes: Sequence[Node], others: set[int]) -> list[Node]:
     """Constants inside the graphs, mostly scalars, which the compiled functions hold."""
-    return _constants_among(all_nodes(outputs), others)
-
-
-def _constants_among(nodes: Sequence[Node], others: set[int]) -> list[Node]:
     return [node for node in nodes if not node.kind and node.address not in others]
 
 
@@ -344,19 +338,19 @@ def simulate_forward(
     """
     held = [array for _, array in leaves(inputs) if isinstance(array, mx.array)]
     existing = _addresses(layout, held)
-    phases = [_phase("forward", *part) for part in zip(*parts_read(layout, noted, existing), strict=True)]
+    phases = _phases(layout, noted, existing)
     nodes = [node for phase in phases for node in all_nodes(phase.outputs)]
     made = {node.address for node in nodes if node.kind}
     machine = Simulation(layout, backend.here(PACES), brake)
-    machine.add_leaves([*read(layout, held, existing), *_constants_among(nodes, existing | made)])
+    machine.add_leaves([*read(layout, held, existing), *_constants(nodes, existing | made)])
     for phase in phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine
 
 
-def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None) -> Simulation:
-    """The simulated run of the step at the pace of MLX's default device; `brake` is MLX's memory limit."""
-    machine = Simulation(layout, backend.here(PACES), brake)
+def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None, *, queued: int = 0) -> Simulation:
+    """The simulated run of the step at the pace of MLX's default device; the numbers are those of Simulation."""
+    machine = Simulation(layout, backend.here(PACES), brake, queued)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)

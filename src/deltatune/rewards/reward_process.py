@@ -2,7 +2,7 @@
 
 Standard input brings a byte for each request, and its end ends the process with all that it has started. The request
 itself is JSON in a file that both processes have open, behind the number of the row that the function has read last.
-Replies are lines of JSON on standard output, one for each request; what the function prints goes to standard error.
+Replies are lines of JSON on standard output, one for each request; the output of the function goes to standard error.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _checked(rewards: Any, count: int, note: Callable[[int], None]) -> dict[str,
 
 
 def _number(reward: Any) -> float:
-    """Return a reward as a number; NaN for what is none."""
+    """Return a reward as a number; NaN for a value that is none."""
     try:
         return math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, OverflowError):

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from ..demo.assets import MODEL
 from ..errors import first_line
-from ..layers import describe
+from ..layers import describe, logits_of
 from ..models.load import load_model
 from ..patches import patched
 from .outcome import FAILED, PASSED, Check, Outcome
@@ -32,7 +32,7 @@ def operations(model: nn.Module, length: int) -> int:
     rows = mx.random.randint(7, 320, (2, length), key=mx.random.key(0))
 
     def loss(rows: mx.array) -> mx.array:
-        logits = model(rows)[:, :-1].astype(mx.float32)
+        logits = logits_of(model, rows)[:, :-1].astype(mx.float32)
         return nn.losses.cross_entropy(logits, rows[:, 1:]).sum()
 
     value, tree = nn.value_and_grad(model, loss)(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -22,10 +23,7 @@ def examination() -> Examination:
 def _kernels() -> Outcome:
     """The doctor's trials of every operator; a refused implementation is no failure, as training does not use it."""
     findings = [finding for operator in examination().operators for finding in operator.findings]
-    counts = {
-        status: sum(finding.status == status for finding in findings)
-        for status in dict.fromkeys(f.status for f in findings)
-    }
+    counts = Counter(finding.status for finding in findings)
     wrong = [finding.detail for finding in findings if finding.wrong]
     detail = ", ".join(f"{count} {status}" for status, count in counts.items())
     return Outcome(FAILED if wrong else PASSED, "; ".join([detail, *wrong]))

@@ -77,17 +77,12 @@ def case_of(mixture: Mixture) -> Case[Callable[..., mx.array]]:
     def call(block: Callable[..., mx.array]) -> list[mx.array]:
         def of_trained(*trained: mx.array) -> mx.array:
             named = dict(zip(names, trained, strict=True))
-            up, down, gate = (
-                Projection(
-                    **stored[name][0],
-                    lora_a=named[f"{name}.lora_a"],
-                    lora_b=named[f"{name}.lora_b"],
-                    scale=_SCALE,
-                    trains=FACTORS,
-                )
-                for name in PROJECTIONS
-            )
-            return block(named["x"], indices, named["scores"], up, down, gate)
+            factors: list[dict[str, Any]] = [
+                {leaf: named[f"{name}.{leaf}"] for leaf in FACTORS} for name in PROJECTIONS
+            ]
+            given = [stored[name][0] | {"scale": _SCALE, "trains": FACTORS} for name in PROJECTIONS]
+            projections = (Projection(**of_one, **pair) for of_one, pair in zip(given, factors, strict=True))
+            return block(named["x"], indices, named["scores"], *projections)
 
         outputs, gradients = mx.vjp(of_trained, list(trained.values()), [dy])
         return [*outputs, *gradients]

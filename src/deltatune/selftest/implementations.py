@@ -1,13 +1,20 @@
-"""Compares each implementation of an operator with float64, at the sizes of released models."""
+"""Compares implementations of operators, and kernels in place of MLX's operations, with float64 at models' sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 
+import mlx.core as mx
+
+from ..ops import operators
+from ..ops.kernels.launch import Device, Launch
 from ..ops.operator import candidates
+from ..ops.operator.kernel_operator import KernelOperator, KernelWorkload
 from ..ops.operator.operator import Operator, OperatorWorkload
 from .outcome import FAILED, Check, Outcome, not_run, tried
+
+_NAMES = {mx.float32: "fp32", mx.bfloat16: "bf16"}
 
 
 def checks(operator: Operator, quick: bool) -> Iterator[Check]:
@@ -33,3 +40,18 @@ def compare(operator: Operator, name: str, workload: OperatorWorkload) -> Outcom
             # deltatune cannot repair MLX's own operator, and does not use it where it fails its trial.
             return not_run(str(verdict)) if name == "native" else Outcome(FAILED, str(verdict))
     return tried(workload.case(name), candidate.function)
+
+
+def kernel_checks(quick: bool) -> Iterator[Check]:
+    """One check for each workload of each operator."""
+    for operator in operators.KERNELS:
+        for workload in operator.workloads(quick):
+            name = f"{operator.name}: {workload.name}, {_NAMES[workload.dtype]}"
+            yield Check(name, partial(compare_kernels, operator, workload))
+
+
+def compare_kernels(operator: KernelOperator, workload: KernelWorkload, device: Device | None = None) -> Outcome:
+    """Compare outputs and gradients with float64 on the CPU; `device` runs launches in the place of a GPU."""
+    if device is None and not operator.is_for_here:
+        return not_run(f"these kernels are for {' and '.join(operator.devices)}; {operator.instead} serve here")
+    return tried(workload.case(), device or Launch.run)

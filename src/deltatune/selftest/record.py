@@ -21,16 +21,7 @@ from .times import LOOP, NATIVE, OURS, Timing
 FILE = "deltatune-selftest.json"
 # Environment variables that change results or speed: of MLX, deltatune, Metal's validation layers and BLAS.
 _VARIABLES = ("MLX_", "DELTATUNE_", "MTL_", "METAL_", "OPENBLAS_", "OMP_")
-HEADER = (
-    "machine",
-    "memory",
-    "date",
-    "versions",
-    "checks",
-    "gated_delta, ms a call",
-    "peak memory of it",
-    "demo",
-)
+HEADER = ("machine", "memory", "date", "versions", "checks", "gated_delta, ms a call", "peak memory of it", "demo")
 
 
 class SelftestRecord:
@@ -50,6 +41,8 @@ class SelftestRecord:
             "device": verdicts.machine()["backend"],
             "driver": verdicts.machine()["driver"],
             "memory_bytes": limit.bytes,
+            "mlx_build": inventory.mlx_build(),
+            "thermal_state": {"before": inventory.thermal_state()},
             "load_average": [round(load, 2) for load in os.getloadavg()],
             "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
             "checks": [],
@@ -57,14 +50,14 @@ class SelftestRecord:
 
     def add(self, section: str, check: Check, outcome: Outcome, seconds: float) -> None:
         """Add the outcome of a check, and write the file."""
-        self.content["checks"].append(
-            {"section": section, "name": check.name} | asdict(outcome) | {"seconds": round(seconds, 2)}
-        )
+        entry = {"section": section, "name": check.name} | asdict(outcome) | {"seconds": round(seconds, 2)}
+        self.content["checks"].append(entry)
         self.write()
 
     def finish(self, seconds: float) -> None:
         """Add the doctor's full findings and the verdict after the last check, and write the file."""
         self.content |= {"doctor": asdict(examination()), "finished": True, "seconds": round(seconds, 1)}
+        self.content["thermal_state"]["after"] = inventory.thermal_state()
         self.content["times"] = [asdict(timing) for timing in self.timings]
         self.content["verdict"] = PASSED if self.passed else FAILED
         self.content["line"] = hardware_line(self.content)

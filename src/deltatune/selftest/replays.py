@@ -25,19 +25,10 @@ def compared(name: str, case: Any, run: Callable[..., cases.ParityRun]) -> Outco
     """Replay the recording `name` through `run`, and compare the result with the recorded run."""
     reference = recording.read(name)
     adapters = cases.initial_adapters(reference.targets)
-    errors_of_run = reference.compare(run(case, reference.config, reference.weights(case), adapters))
-    errors = {
-        "loss": errors_of_run.loss,
-        "first gradients": errors_of_run.gradient,
-        "final adapters": errors_of_run.adapter,
-    }
-    return compared_with_bounds(
-        errors,
-        _BOUNDS,
-        step=errors_of_run.step,
-        gradient_of=errors_of_run.gradient_of,
-        adapter_of=errors_of_run.adapter_of,
-    )
+    found = reference.compare(run(case, reference.config, reference.weights(case), adapters))
+    errors = dict(zip(_BOUNDS, (found.loss, found.gradient, found.adapter), strict=True))
+    facts = {"step": found.step, "gradient_of": found.gradient_of, "adapter_of": found.adapter_of}
+    return compared_with_bounds(errors, _BOUNDS, **facts)
 
 
 def _text(name: str, case: cases.ParityCase) -> Outcome:

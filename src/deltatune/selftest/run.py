@@ -10,17 +10,7 @@ from rich.console import Console
 
 from ..errors import UserError
 from ..ops import operators
-from . import (
-    controls,
-    demonstration,
-    examined,
-    experts,
-    implementations,
-    kernels,
-    replays,
-    times,
-    training,
-)
+from . import controls, examined, experts, hardware, implementations, replays, times, training
 from .outcome import Check, attempt
 from .record import FILE, SelftestRecord
 from .screen import SelftestScreen
@@ -36,12 +26,13 @@ def sections(quick: bool, console: Console, timings: list[Timing]) -> Iterator[t
     for operator in operators.OPERATORS:
         yield f"{operator.title.capitalize()} against float64", implementations.checks(operator, quick)
     yield "Experts against float64", experts.checks(quick)
-    yield "Kernels against float64", kernels.checks(quick)
+    yield "Kernels against float64", implementations.kernel_checks(quick)
     yield "What upstream does alone", controls.checks(quick)
     yield "gated_delta forward and backward: time and memory", times.checks(quick, timings)
+    yield "Times that decide which code is fast here", hardware.checks(quick)
     yield "Thirty steps against transformers and PEFT", replays.checks(quick)
     yield "Training", training.checks(quick)
-    yield "Demo", demonstration.checks(quick, console)
+    yield "Demo", training.demo_checks(quick, console)
 
 
 def names(quick: bool = False) -> list[str]:

@@ -32,8 +32,7 @@ class SelftestScreen:
 
     def section(self, title: str) -> None:
         """Print a section's title."""
-        self.console.print()
-        self.console.print(Text(title, style="bold"))
+        self.console.print(Text(f"\n{title}", style="bold"))
 
     def working(self, check: Check) -> AbstractContextManager:
         """A spinner beside the check's name; nothing where the output is no terminal, or where the check prints."""
@@ -72,8 +71,7 @@ class SelftestScreen:
         words = f"{passed} checks passed, {failed} failed, {skipped} are not for this machine or not installed."
         verdict = "Training is right here." if record.passed else "Something here is wrong: see ✗ above."
         self.console.print(Group(Rule(style=style), Text(f"{verdict} {words}", style=f"bold {style}")))
-        advice = f"All of it is in {record.path}, {destination()}."
-        self.console.print(Text(advice, style="dim"))
+        self.console.print(Text(f"All of it is in {record.path}, {destination()}.", style="dim"))
         self.console.print(Text("The line for docs/hardware.md:", style="dim"))
         self.console.print(record.content["line"], soft_wrap=True, markup=False, highlight=False)
 

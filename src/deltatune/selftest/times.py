@@ -17,7 +17,7 @@ from ..ops.gated_delta import gated_delta, native
 from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, draw_floats
 from ..ops.gated_delta.workloads import Workload, truth_of
-from ..patches.unpatched import gated_delta_loop
+from ..patches.recurrence import gated_delta_loop
 from ..plan.device_limits import device_limits
 from .outcome import FAILED, FAILURES, NOT_RUN, PASSED, Check, Outcome, not_run, tried
 

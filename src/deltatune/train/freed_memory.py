@@ -11,8 +11,6 @@ plan counts, can end a run (read in MetalAllocator::malloc of mlx 0.32.4's wheel
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import mlx.core as mx
 
 from ..machine import backend
@@ -48,9 +46,7 @@ class FreedMemory:
         mx.set_memory_limit(self._most)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         mx.set_memory_limit(self._own_limit)
 
     def after_iteration(self) -> None:

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from ..data import Batch, BatchOrder
 from ..errors import NoResultError, UserError
 from ..options.config import TrainConfig
+from ..rewards import RewardError
 from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
@@ -28,9 +29,12 @@ from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
 from .reports.reporting import Reporting
 from .reports.screen import Screen
+from .rollouts.rewarded_sampler import RewardEvaluation
+from .rollouts.rollout_order import RolloutOrder
 from .saved.outputs import Outputs
 from .saving import Saving
 from .setup import Training
+from .training_state import TrainingOrder
 from .updates.routers import router_figures
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
@@ -115,21 +119,26 @@ class Iterations:
         self._trained = trained
         self._watched = nonfinite.watched(trained.layers)
         self._figures = trained.figures + router_figures(parts.model)
-        self._evaluation = Evaluation(
-            parts.model, trained.loss, parts.world, trained.figures, trained.passes, trained.layers, parts.weights
-        )
+        self._evaluation = self._evaluation_of(engine.state.order, trained)
         self._stopped = False
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
 
+    def _evaluation_of(self, order: TrainingOrder, trained: Training) -> Evaluation | RewardEvaluation:
+        """Return the evaluation of the run: by rewards, where the batches are sampled by them."""
+        parts = self.parts
+        if isinstance(order, RolloutOrder):
+            return RewardEvaluation(order.sampler, parts.config, parts.world)
+        about = trained.figures, trained.passes, trained.layers, parts.weights
+        return Evaluation(parts.model, trained.loss, parts.world, *about)
+
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
-        config, progress, stop = self.parts.config, self.progress, self._ending.stop
+        config, progress = self.parts.config, self.progress
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
         while True:
-            self._ending.check()
-            asked = asked or (stop.asked and self.parts.world.size == 1)
+            asked = self._ending.asks_to_stop() or asked
             if not asked and self._evaluation_is_due():
                 asked = not self._evaluate()
             done = progress.iteration >= config.iters or self.ended_early()
@@ -153,6 +162,13 @@ class Iterations:
                 rate = self.state.step.optimizer.learning_rate.item()
                 record = self.parts.reporting.training(progress, rate, self._figures)
                 self._call(self.parts.callbacks.on_report, record)
+                self._show_rollouts()
+
+    def _show_rollouts(self) -> None:
+        """Report some of the answers that the last update learnt from, on rank 0."""
+        order = self.state.order
+        if self.parts.world.main and isinstance(order, RolloutOrder) and (answers := order.samples()):
+            self.parts.reporting.samples(self.progress, answers)
 
     def _save_is_due(self) -> bool:
         at = self.progress.iteration
@@ -170,13 +186,12 @@ class Iterations:
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
-            self._ending.check()
             parts.screen.evaluating(done, total)
-            return self._ending.stop.asked and parts.world.size == 1
+            return self._ending.asks_to_stop()
 
         try:
             loss = self._evaluation(parts.valid_order, parts.config.val_batches, between)
-        except NoResultError as error:
+        except (NoResultError, RewardError) as error:
             raise self._saved_before(error) from error
         if loss is None:
             return False
@@ -203,7 +218,7 @@ class Iterations:
             )
         return True
 
-    def _saved_before(self, error: NoResultError) -> UserError:
+    def _saved_before(self, error: UserError) -> UserError:
         self._ending.in_order()
         at, folder = self.progress.iteration, self.parts.outputs.state.parent
         if at == 0:
@@ -333,5 +348,8 @@ class Iterations:
             saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at:,}: {what}: {damage}{saved}")
         cause = nonfinite.cause(parts.model, self._trained.loss, self._batches, self._watched, self._trained.passes)
-        saved = f"the state after iteration {self.progress.iteration:,} is saved in {parts.outputs.state.parent}"
-        raise nonfinite.refusal(f"iteration {at:,}: {what}: {cause}", saved)
+        raise UserError(
+            f"iteration {at:,}: {what}: {cause}. The update was not made; the state after iteration "
+            f"{self.progress.iteration:,} is saved in {parts.outputs.state.parent}. Look at those lines, lower "
+            "--learning-rate or set grad_clip, and start again (--resume-adapter-file continues from saved adapters)."
+        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -44,9 +43,7 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.settle(PATIENCE)
         self._thread.shutdown(wait=False)
 

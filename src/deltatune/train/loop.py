@@ -53,7 +53,7 @@ from .reports.reporting import Reporting
 from .reports.screen import Fact, Screen
 from .rollouts.answer_sampler import check_covered
 from .rollouts.rollout_order import RolloutOrder
-from .rollouts.sampled_run import rollout_order
+from .rollouts.sampled_run import rollout_order, say_reward
 from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
@@ -152,8 +152,8 @@ class Trainer:
         if config.epochs is not None:
             check_updates(config)
         screen = screen or Screen(shown=world.main, plain=world.size > 1)
-        plain = splits.plain_text
-        samples = Samples(model, tokenizer, config, plain_text=plain, processor=processor, weights=weights)
+        self._loaded = Loaded(model, tokenizer, {}, Path(config.model or ""), processor)
+        samples = Samples(self._loaded, config, plain_text=splits.plain_text, weights=weights)
         thumbnails = [prompt.thumbnails for prompt in samples.prompts]
         on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
@@ -166,7 +166,6 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = build_optimizer(config)
         self._rewards = rewards
-        self._tokenizer = tokenizer
         self.parts = Parts(
             model=model,
             config=config,
@@ -203,8 +202,16 @@ class Trainer:
             if weights is not None:
                 parts.screen.say(weights.disk.said(result.seconds))
             if self.config.test:
-                say_loss("Test", self.model, self.config, self.splits.test, parts.world, parts.screen, weights)
+                self._say_test()
         return result
+
+    def _say_test(self) -> None:
+        """Print the loss on the test set, or the reward where the run samples its answers."""
+        parts, examples = self.parts, self.splits.test
+        if self._rewards is not None:
+            say_reward("Test", self._answering, self.config, examples, self._rewards, parts.world, parts.screen)
+            return
+        say_loss("Test", self.model, self.config, examples, parts.world, parts.screen, parts.weights)
 
     def _trained(self) -> Result:
         parts, config, model, progress = self.parts, self.config, self.model, self.progress
@@ -262,10 +269,16 @@ class Trainer:
         if self._rewards is None or not isinstance(prompts, BatchOrder):
             return PeekableOrder(prompts)
         assert trained.token_losses is not None
-        parts = self.parts
-        tokenizer = self._tokenizer if self.splits.plain_text else ending_answers(self._tokenizer)
-        loaded = Loaded(self.model, tokenizer, {}, Path(self.config.model or ""))
-        return rollout_order(loaded, self.config, prompts, trained.token_losses, self._rewards, ending, parts.world)
+        loaded, rewards, world = self._answering, self._rewards, self.parts.world
+        return rollout_order(loaded, self.config, prompts, trained.token_losses, rewards, ending, world)
+
+    @property
+    def _answering(self) -> Loaded:
+        """The model, and its tokenizer with the tokens that end an answer."""
+        loaded = self._loaded
+        if self.splits.plain_text:
+            return loaded
+        return dataclasses.replace(loaded, tokenizer=ending_answers(loaded.tokenizer))
 
     @property
     def about(self) -> dict[str, str]:

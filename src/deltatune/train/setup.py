@@ -225,7 +225,7 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
         config.batch_size,
         row_capacity(config),
         seed=config.seed,
-        packed=config.pack,
+        packed=config.packs_data,
         rank=world.rank if world else 0,
         world=world.size if world else 1,
     )

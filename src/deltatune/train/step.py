@@ -58,20 +58,6 @@ class MicroBatch(NamedTuple):
     figures: list[mx.array]
 
 
-class BeforeUpdate(NamedTuple):
-    """The arrays that an update replaces.
-
-    Attributes:
-        parameters: The trainable parameters, by path.
-        joined: The bundles, and those of the parameters that are parts of them.
-        optimizer: The optimizer's state.
-    """
-
-    parameters: dict[str, mx.array]
-    joined: tuple[list[mx.array], dict[str, mx.array]]
-    optimizer: dict[str, Any]
-
-
 class StepMachine(NamedTuple):
     """The resources of the machine that a step uses.
 
@@ -133,7 +119,7 @@ class Step:
         optimizer.init(self.parameters())
         self.tower = frozen_tower(model, machine.feature_bytes)
         self.random = [mx.random.key(0)]
-        self._undone: BeforeUpdate | None = None
+        self._undone: Any = None
         self._launcher = machine.launcher
         read, moments = [model.state, self.random], [optimizer.state]
         before = None if machine.launcher is None else machine.launcher.before_compiling
@@ -206,19 +192,19 @@ class Step:
         self._replace(parameters, parts)
         return norm
 
-    def before_update(self) -> BeforeUpdate:
-        """Return the arrays that the next update replaces, so that undo() can put them back."""
+    def before_update(self) -> Any:
+        """Return the parameters, bundles and moments that the next update replaces; undo() can put them back."""
         parameters = {path: place.array for path, place in self._places.items()}
-        return BeforeUpdate(parameters, self._joined, tree_map(lambda leaf: leaf, self.optimizer.state))
+        return parameters, self._joined, tree_map(lambda leaf: leaf, self.optimizer.state)
 
-    def undo(self, before: BeforeUpdate) -> None:
+    def undo(self, before: Any) -> None:
         """Put back the arrays that updates have replaced since before_update()."""
         # Another thread may be evaluating the replaced arrays, so they must not be given up here.
         self._undone = self.before_update()
-        for path, array in before.parameters.items():
+        parameters, self._joined, moments = before
+        for path, array in parameters.items():
             self._places[path].array = array
-        self._joined = before.joined
-        updates.restore(self.optimizer, before.optimizer)
+        updates.restore(self.optimizer, moments)
 
     def _replace(self, parameters: Any, parts: dict[str, mx.array]) -> None:
         """Set the model's parameters to `parts`, by path, and remember the bundles that they are parts of.

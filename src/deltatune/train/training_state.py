@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -16,19 +16,6 @@ from .progress import Progress
 from .saved import state
 from .step import Step, Sums
 from .updates.optimizer import restore
-
-
-class _WindowStart(NamedTuple):
-    """The start of an accumulation window.
-
-    Attributes:
-        progress: The progress there.
-        sums: The sums of every rank, if the run was resumed inside the window.
-    """
-
-    progress: Progress
-    sums: dict[str, mx.array]
-
 
 # Begins the names of the arrays of an order, as they are saved.
 _ORDER = "order/"
@@ -72,8 +59,9 @@ class TrainingState:
         self.progress = progress
         self._world = world
         self.sums = self._no_sums()
-        # It is None right after an update, and before the first accumulation begins.
-        self._start: _WindowStart | None = None
+        # The progress at the start of the accumulation window, and every rank's sums if the run was resumed inside it;
+        # None right after an update, and before the first accumulation begins.
+        self._start: tuple[Progress, dict[str, mx.array]] | None = None
         # Whether an update is being made, so that the parameters may be partly updated.
         self._updating = False
 
@@ -83,7 +71,7 @@ class TrainingState:
     def begin_micro_batch(self) -> None:
         """Remember the progress if an accumulation window begins here."""
         if self.progress.micro_batches == 0:
-            self._start = _WindowStart(dataclasses.replace(self.progress, order=self.order.state()), {})
+            self._start = dataclasses.replace(self.progress, order=self.order.state()), {}
 
     def update(self) -> mx.array:
         """Make the update from the accumulated sums, lazily; return the norm of the gradients."""
@@ -115,8 +103,9 @@ class TrainingState:
             self.progress.order = self.order.state()
             return self._sampled() if self._world.size == 1 else {}
         # The order itself stays where it is: the run ends here, and a stream might have to read its rows again.
-        self.progress.become(self._start.progress)
-        return self._start.sums | (self._sampled() if self._world.size == 1 else {})
+        start, sums = self._start
+        self.progress.become(start)
+        return sums | (self._sampled() if self._world.size == 1 else {})
 
     def window(self) -> dict[str, mx.array]:
         """Return the sums and sampled answers of every rank in the present window, as they are saved.
@@ -160,7 +149,7 @@ class TrainingState:
             mine = {key: self._share(leaf) for key, leaf in window.items()}
             sums = Sums(**state.unpack("window", self._by_parameter(self.sums)._asdict(), mine, path))
             self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
-            self._start = _WindowStart(dataclasses.replace(progress), window if self._world.main else {})
+            self._start = dataclasses.replace(progress), window if self._world.main else {}
         # Frozen weights may stay on the disk, and nothing here has changed them.
         mx.eval(model.trainable_parameters(), pissa.starts(model), optimizer.state, self.sums)
 

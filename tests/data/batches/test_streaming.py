@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deltatune.data.datasets import load_datasets
-from deltatune.data.rows.row_streams import JsonLines, hugging_face_streams
+from deltatune.data.rows.sources import JsonLines, hugging_face_streams
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.setup import training_order

@@ -7,6 +7,7 @@ import pytest
 from deltatune.data import load_datasets
 from deltatune.data.prompts import Question, prompt_tokens
 from deltatune.errors import UserError
+from deltatune.models.load import Loaded
 from deltatune.train.evaluation.samples import Samples
 
 QUESTION = {"role": "user", "content": "a question"}
@@ -50,27 +51,23 @@ def test_samples_ask_so(tokenizers, folder, checkpoint, monkeypatch, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for options in (None, CLOSED):
         config = folder(sample_prompts=["a question", str(file)], chat_template_config=options)
-        first, second, opened = Samples({}, tokenizer, config).prompts
+        first, second, opened = Samples(Loaded({}, tokenizer, {}, tmp_path), config).prompts
         expected = [prompt_tokens(tokenizer, Question("a question"), template_options=each) for each in (options, {})]
         assert [first.tokens, second.tokens, opened.tokens] == [expected[0], *expected]
 
 
-def test_the_templates_own_blocks_are_learnt_behind_the_same_prompt(tokenizers, folder):
+def test_the_templates_own_blocks_are_learnt_behind_the_same_prompt(tokenizers, folder, monkeypatch):
     tokenizer = tokenizers("thinking")
     template = tokenizer.chat_template
-    before, written = "{{ '<think>\n' + message", "{{ message['content'] + '<|im_end|>\n' }}"
-    assert before in template
+    written = "{{ message['content'] + '<|im_end|>\n' }}"
     assert written in template
     marked = template.replace(
         written,
         "{% if message['role'] == 'assistant' %}{% generation %}" + written + "{% endgeneration %}"
         "{% else %}" + written + "{% endif %}",
     )
-    tokenizer.chat_template = marked
-    try:
-        assert load_datasets(folder(train=[PLAIN]), tokenizer).template_options == CLOSED
-    finally:
-        tokenizer.chat_template = template
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", marked)
+    assert load_datasets(folder(train=[PLAIN]), tokenizer).template_options == CLOSED
 
 
 @pytest.mark.bad_input("variables of the chat template that are {what}")

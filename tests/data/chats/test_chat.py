@@ -121,49 +121,39 @@ def test_turns_that_stand_as_generated_share_a_row(tokenizers):
     assert counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER]) == [["so\n</think>\n\nan answer<|im_end|>\n"]]
 
 
-def test_a_turn_rewritten_after_an_unchanged_prompt(tokenizers):
+def test_a_turn_rewritten_after_an_unchanged_prompt(tokenizers, monkeypatch):
     # Qwen3's template writes no thinking in the prompt; the last turn has a block, which it loses later.
     tokenizer = tokenizers("thinking")
-    template = tokenizer.chat_template
-    tokenizer.chat_template = template.replace("assistant\n<think>\n' }}", "assistant\n' }}")
-    try:
-        rows = counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND])
-    finally:
-        tokenizer.chat_template = template
-    assert rows == [
+    unopened = tokenizer.chat_template.replace("assistant\n<think>\n' }}", "assistant\n' }}")
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", unopened)
+    assert counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND]) == [
         ["<think>\nso\n</think>\n\nan answer<|im_end|>\n"],
         ["<think>\n\n</think>\n\nthe second<|im_end|>\n"],
     ]
 
 
-def test_an_end_token_that_differs_within_a_conversation(tokenizers):
+def test_an_end_token_that_differs_within_a_conversation(tokenizers, monkeypatch):
     # OLMo 3 ends the last answer with one end token and those before it with another.
     tokenizer = tokenizers("plain")
-    template, ends = tokenizer.chat_template, set(tokenizer.eos_token_ids)
     last = "('<|endoftext|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>\n')"
-    tokenizer.chat_template = template.replace("'<|im_end|>\n'", last)
-    answers = ["an answer<|im_end|>", "the second<|endoftext|>"]
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", tokenizer.chat_template.replace("'<|im_end|>\n'", last))
+    ends = set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    monkeypatch.setattr(tokenizer, "_eos_token_ids", ends)
+    assert counted(tokenizer, CONVERSATION) == [["an answer<|im_end|>", "the second<|endoftext|>"]]
+    # Where generation does not stop at it, the earlier answer is learnt with the end at which it does.
+    monkeypatch.setattr(tokenizer, "_eos_token_ids", ends - {tokenizer.convert_tokens_to_ids("<|im_end|>")})
+    tokenizer._tokenizer.eos_token = "<|endoftext|>"
     try:
-        tokenizer.eos_token_ids = {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")}
-        assert counted(tokenizer, CONVERSATION) == [answers]
-        # Where generation does not stop at it, the earlier answer is learnt with the end at which it does.
-        tokenizer.eos_token_ids = {tokenizer.convert_tokens_to_ids("<|endoftext|>")}
-        tokenizer._tokenizer.eos_token = "<|endoftext|>"
         assert counted(tokenizer, CONVERSATION) == [["an answer<|endoftext|>"], ["the second<|endoftext|>"]]
     finally:
-        tokenizer.chat_template, tokenizer.eos_token_ids = template, ends
         tokenizer._tokenizer.eos_token = "<|im_end|>"
 
 
-def test_an_answer_that_does_not_begin_with_its_prompt_is_named(tokenizers):
-    tokenizer = tokenizers("plain")
-    template = tokenizer.chat_template
-    tokenizer.chat_template = template.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>robot\n' }}")
-    try:
-        with pytest.raises(UserError, match=r"file:1: message 4: .*differently from the prompt.*'.*robot.*' became "):
-            counted(tokenizer, CONVERSATION)
-    finally:
-        tokenizer.chat_template = template
+def test_an_answer_that_does_not_begin_with_its_prompt_is_named(tokenizer, monkeypatch):
+    other = tokenizer.chat_template.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>robot\n' }}")
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", other)
+    with pytest.raises(UserError, match=r"file:1: message 4: .*differently from the prompt.*'.*robot.*' became "):
+        counted(tokenizer, CONVERSATION)
 
 
 @pytest.mark.bad_input("an answer that merges with its prompt")

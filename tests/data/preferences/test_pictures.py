@@ -8,10 +8,7 @@ from PIL import Image
 
 from console import called
 from deltatune.data.datasets import first_image, load_datasets
-from deltatune.data.vision.media import VisionProcessors
 from deltatune.errors import UserError
-from deltatune.models.load import load
-from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 
 pytest.importorskip("mlx_vlm")
@@ -51,13 +48,8 @@ SAME = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def loaded(tiny_vision_checkpoint):
-    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
-
-
 @pytest.fixture
-def read(tmp_path, loaded):
+def read(tmp_path, loaded, processors):
     """read(rows, **options) -> the result of the search for a first image, and the preferences of these rows."""
     draw = np.random.default_rng(0)
     for name in ("a.png", "b.png"):
@@ -69,7 +61,6 @@ def read(tmp_path, loaded):
         found = first_image(config)
         if found is None:
             return None, []
-        processors = VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
         return found, load_datasets(config, loaded.tokenizer, processors).train
 
     return read_rows

@@ -1,6 +1,5 @@
 """Rows in Arrow's formats give the tokens of the same rows in JSONL, although Arrow adds nulls to nested objects."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -80,8 +79,7 @@ def test_the_tokens_are_those_of_the_same_rows_in_jsonl(qwen, folder, tmp_path, 
     # The checks below would say nothing if the template wrote no arguments or schemas.
     assert "Rome" in text
     assert "minimum" in text
-    config = folder(streaming=streaming)
-    config = dataclasses.replace(config, data=write(form, tmp_path / "set", ROWS))
+    config = folder(streaming=streaming, data=write(form, tmp_path / "set", ROWS))
     found = load_datasets(config, qwen).train
     assert [example.tokens.tolist() for example in found] == [example.tokens.tolist() for example in expected]
     assert [example.targets.tolist() for example in found] == [example.targets.tolist() for example in expected]

@@ -1,6 +1,5 @@
 """The message on a row of no known format, and the columns to read in its place."""
 
-import dataclasses
 import json
 
 import pytest
@@ -50,11 +49,11 @@ def test_the_flags_read_the_columns(tokenizer, folder, tmp_path):
     named = load_datasets(folder(train=[row], prompt_feature="question", completion_feature="answer"), tokenizer).train
     assert named[0].tokens.tolist() == usual[0].tokens.tolist()
     # Inside hf_dataset, mlx_lm.lora's keys go before the options of the run.
-    config = folder(prompt_feature="else", completion_feature="answer")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text(json.dumps(row))
     named = {"prompt_feature": "question", "train_split": "train", "valid_split": "train"}
-    config = dataclasses.replace(config, data=None, hf_dataset={"path": str(tmp_path / "set")} | named)
+    entry = {"path": str(tmp_path / "set")} | named
+    config = folder(data=None, hf_dataset=entry, prompt_feature="else", completion_feature="answer")
     read = load_datasets(config, tokenizer).train
     assert read[0].tokens.tolist() == usual[0].tokens.tolist()
 

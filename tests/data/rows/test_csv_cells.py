@@ -6,8 +6,7 @@ import gzip
 import pytest
 
 from console import called
-from deltatune.data.rows.row_streams import hugging_face_streams
-from deltatune.data.rows.sources import hugging_face
+from deltatune.data.rows.sources import hugging_face, hugging_face_streams
 from deltatune.errors import UserError
 
 # Without a guess, "007" is no 7, "NA" no null and "true" no truth; an empty cell alone is null.

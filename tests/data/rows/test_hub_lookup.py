@@ -1,4 +1,3 @@
-import dataclasses
 import ssl
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -35,7 +34,7 @@ def hub(monkeypatch, tmp_path):
 def test_a_mistyped_folder_is_named_before_the_hub_is_asked(hub, folder, tokenizer, tmp_path, capsys):
     asked = hub(URLError(OSError("no route")))
     (tmp_path / "my-data").mkdir()
-    config = dataclasses.replace(folder(), data="my-dta")
+    config = folder(data="my-dta")
     for _ in range(2):
         with pytest.raises(UserError, match="my-dta: no such data, neither a folder here nor a data set of the"):
             load_datasets(config, tokenizer)

@@ -63,9 +63,7 @@ def parquet(folder, **splits):
 
 
 def test_a_folder_that_datasets_reads(tmp_path, tokenizer, folder):
-    config = folder()
-    data = parquet(tmp_path / "set", train=ROWS, validation=ROWS[:3], test=ROWS[:2])
-    config = dataclasses.replace(config, data=data)
+    config = folder(data=parquet(tmp_path / "set", train=ROWS, validation=ROWS[:3], test=ROWS[:2]))
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [20, 3, 0]
     assert splits.train[4].source == f"{config.data} [train] row 4"
@@ -73,15 +71,12 @@ def test_a_folder_that_datasets_reads(tmp_path, tokenizer, folder):
 
 
 def test_a_folder_that_datasets_saved(tmp_path, tokenizer, folder):
-    config = folder(test=None)
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": rows, "valid": rows.select([0, 1])}).save_to_disk(str(tmp_path / "saved"))
-    config = dataclasses.replace(config, data=str(tmp_path / "saved"))
-    splits = load_datasets(config, tokenizer)
+    splits = load_datasets(folder(data=str(tmp_path / "saved")), tokenizer)
     assert [len(splits.train), len(splits.valid)] == [20, 2]
     rows.save_to_disk(str(tmp_path / "single"))
-    config = dataclasses.replace(config, data=str(tmp_path / "single"))
-    splits = load_datasets(config, tokenizer)
+    splits = load_datasets(folder(data=str(tmp_path / "single")), tokenizer)
     assert [len(splits.train), len(splits.valid)] == [18, 2]
 
 
@@ -143,8 +138,7 @@ def test_splits_that_are_missing(tmp_path, tokenizer, folder):
         UserError, match=r"\(valid\): no such split: Unknown split \"valid\"\. Should be one of \['train'\]"
     ):
         load_datasets(folder(hf_dataset={"path": path, "valid_split": "valid"}), tokenizer)
-    config = folder(hf_dataset={"path": path})
-    config = dataclasses.replace(config, test=True)
+    config = dataclasses.replace(folder(hf_dataset={"path": path}), test=True)
     with pytest.raises(UserError, match="test_split is needed to test"):
         load_datasets(config, tokenizer)
 
@@ -195,8 +189,7 @@ def test_a_folder_named_like_a_format_is_the_folder(tmp_path, tokenizer, folder,
     monkeypatch.chdir(tmp_path)
     for name in FORMATS:
         for streaming in (False, True):
-            config = folder(streaming=streaming, val_batches=0)
-            config = dataclasses.replace(config, data=name)
+            config = folder(data=name, streaming=streaming, val_batches=0)
             found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
             assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
     split = {"path": "csv", "train_split": "train", "valid_split": "train"}

@@ -8,21 +8,8 @@ import pytest
 
 from deltatune.data import Splits
 from deltatune.data.datasets import load_datasets
-from deltatune.data.vision.media import VisionProcessors
 from deltatune.errors import UserError
-from deltatune.models.load import Loaded, load
-from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
-
-
-@pytest.fixture(scope="session")
-def loaded(tiny_vision_checkpoint) -> Loaded:
-    return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
-
-
-@pytest.fixture(scope="session")
-def processors(loaded) -> VisionProcessors:
-    return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))
 
 
 @pytest.fixture

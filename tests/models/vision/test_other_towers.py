@@ -1,6 +1,5 @@
 """Models of mlx-vlm with towers that are not trained on images: refused by name; their text trains through mlx-lm."""
 
-import copy
 import json
 import shutil
 
@@ -8,12 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
 
 import other_towers
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
-from deltatune.models.load import load
+from deltatune.models.load import load, new_model
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
@@ -40,9 +38,7 @@ def test_a_model_without_a_tower_is_refused_by_name(tiny_checkpoint, family):
 
 @pytest.mark.parametrize("family", ["kimi_vl", "kimi_k25"])
 def test_its_text_trains_through_mlx_lm(family):
-    model_class, arguments = _get_classes(copy.deepcopy(other_towers.CONFIGS[family]))
-    mx.random.seed(0)
-    model = model_class(arguments.from_dict(copy.deepcopy(other_towers.CONFIGS[family])))
+    model = new_model(other_towers.config(family))
     convert_to_lora(model, LoraConfig(rank=2), num_layers=-1)
     model.train()
     tokens = mx.random.randint(7, 300, (2, 9))
@@ -63,6 +59,6 @@ def test_its_text_trains_through_mlx_lm(family):
 
 def test_text_that_mlx_lm_does_not_know_is_named(tiny_checkpoint, tmp_path):
     shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "a")
-    (tmp_path / "a" / "config.json").write_text(json.dumps(other_towers.CONFIGS["glm5_next"]))
+    (tmp_path / "a" / "config.json").write_text(json.dumps(other_towers.config("glm5_next")))
     with pytest.raises(UserError, match=r"'glm5_next' is of a kind that mlx-lm .* does not know"):
         load(tmp_path / "a")

@@ -155,7 +155,10 @@ DEFECTS = {
 HOPPER_DEFECTS = {
     "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
     "one buffer for two weights": ("% 2 * 16384", "% 1 * 16384"),
-    "a barrier left out": ("    named_barrier<256>();\n    multiply_by_weights", "    multiply_by_weights"),
+    "a barrier left out": (
+        "    named_barrier<256>();\n    if (TO_KEYS)",
+        "    if (!TO_KEYS) named_barrier<256>();\n    if (TO_KEYS)",
+    ),
     "operands released early": ("products_wait<0>();\n    register_fence(results[b]);", "register_fence(results[b]);"),
     "results that are not scaled": ("results[i] *= factors[own_side(i)];", ""),
     "another swizzle": ("((c ^ r) & 7) * 8, from", "(c & 7) * 8, from"),

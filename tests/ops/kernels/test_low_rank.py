@@ -319,19 +319,10 @@ def test_how_the_work_is_divided(monkeypatch):
 
 
 @pytest.fixture
-def on_gpu(gpu, monkeypatch) -> list[str]:
+def on_gpu(gpu, pretend_gpu, monkeypatch) -> list[str]:
     """Pretend that MLX runs on an NVIDIA GPU, on which every product is large; returns the kernels' names, as used."""
-    names = []
-
-    def run(launch: Launch) -> list[mx.array]:
-        names.append(launch.name)
-        return gpu.run(launch)
-
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(low_rank, "LEAST", 1)
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
-    monkeypatch.setattr(Launch, "run", run)
-    return names
+    return pretend_gpu(gpu.run)
 
 
 def test_a_layer_of_lora_takes_its_narrow_products_from_the_kernels(on_gpu):

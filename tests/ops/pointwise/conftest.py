@@ -51,17 +51,9 @@ def check_trial(execute, caplog) -> Callable[[Case[Device], float], None]:
 
 
 @pytest.fixture
-def launches(monkeypatch, execute) -> Iterator[list[str]]:
+def launches(pretend_gpu, execute) -> Iterator[list[str]]:
     """The names of the launches of Adam's steps, which the host machine runs while the device passes for a GPU."""
-    names: list[str] = []
-
-    def run(launch):
-        names.append(launch.name)
-        return execute(launch)
-
     cases = (adam.trial_case, stored_moments.trial_case)
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(first_use, "is_right", lambda case_of, *_, **__: case_of in cases)
-    monkeypatch.setattr(Launch, "run", run)
+    names = pretend_gpu(execute, lambda case_of, *_, **__: case_of in cases)
     with on(None):
         yield names

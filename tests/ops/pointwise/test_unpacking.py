@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from host_machine import HostMachine, plant
 
-from deltatune.machine import backend
 from deltatune.ops import functional
-from deltatune.ops.kernels.launch import Launch, header, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.kernels.launch import header, on
 from deltatune.ops.pointwise import unpacking
 from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.pointwise.unpacking import unpack
@@ -108,18 +106,10 @@ def test_gradients_are_those_of_mlx(execute):
 
 
 @pytest.fixture
-def on_gpu(monkeypatch, execute):
+def on_gpu(monkeypatch, pretend_gpu, execute):
     """The names of the launches of code that believes to run on an NVIDIA GPU; the host machine runs them."""
-    names = []
-
-    def run(launch):
-        names.append(launch.name)
-        return execute(launch)
-
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     monkeypatch.setattr(unpacking, "LEAST", 0)
-    monkeypatch.setattr(Launch, "run", run)
+    names = pretend_gpu(execute)
     with on(None):
         yield names
 

@@ -148,19 +148,11 @@ def test_the_trial_sees_small_gradients_in_bf16(wrong, execute):
 
 
 @pytest.fixture
-def launches(monkeypatch, execute):
+def launches(monkeypatch, pretend_gpu, execute):
     """The names of the launches, which the host machine runs while the device passes for an NVIDIA GPU."""
-    names = []
-
-    def run(launch):
-        names.append(launch.name)
-        return execute(launch)
-
     is_right = first_use.is_right
-    monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(vocabulary_loss, "LEAST", 0)
-    monkeypatch.setattr(first_use, "is_right", lambda *kind, **_: is_right(*kind, run=execute))
-    monkeypatch.setattr(Launch, "run", run)
+    names = pretend_gpu(execute, lambda *kind, **_: is_right(*kind, run=execute))
     with on(None):
         yield names
 

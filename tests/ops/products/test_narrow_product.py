@@ -13,7 +13,7 @@ from deltatune.ops.operator.measure import ROUNDING, as_float64, largest_error, 
 from deltatune.ops.products import quantized_product
 from deltatune.ops.products.quantized_product import dense_product, narrow_product, serves_narrow
 from deltatune.patches import patched
-from deltatune.patches.tables import narrow_products
+from deltatune.patches.tables import products
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="GPUs have products in 16 bits")
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -57,7 +57,7 @@ def rows_served(monkeypatch):
         found.append(x.size // x.shape[-1])
         return narrow_product(x, weight)
 
-    monkeypatch.setattr(narrow_products, "narrow_product", counted)
+    monkeypatch.setattr(products, "narrow_product", counted)
     return found
 
 

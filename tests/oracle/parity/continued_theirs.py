@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deltatune.selftest.parity.cases import ROUTE_LIMIT, STEPS, ParityCase, Pari
 
 from . import continued, theirs
 from .continued import REPLAYED_STEPS, Start
-from .record import PACKAGES, one_thread
+from .record import PACKAGES, TEXT, one_thread
 
 
 class Trained:
@@ -34,14 +35,15 @@ class Trained:
         if len(trained) != len(self._start.tensors):
             raise ValueError(f"PEFT trains {len(trained)} tensors of the {len(self._start.tensors)} in the export")
         with one_thread():
-            run = theirs.train(self._case, self.model, trained, first, steps)
+            rate = self._case.family.learning_rate
+            run = theirs.train(partial(theirs.text_loss, self.model), self.model, trained, rate, first, steps)
         self.model.save_pretrained(folder, save_embedding_layers=False)
         return ParityRun(run.losses, {}, continued.by_name(load_file(folder / PEFT_WEIGHTS)))
 
 
 def start(case: ParityCase, folder: Path) -> tuple[Start, Trained]:
     """Export an adapter on the checkpoint of a case, and load it with PEFT."""
-    config, shapes = theirs.layout(case)
+    config, shapes = TEXT.layout(case)
     weights = case.family.weights(shapes)
     found = continued.export(case, config, weights, folder)
     return found, Trained(case, found, weights, config)
@@ -49,7 +51,7 @@ def start(case: ParityCase, folder: Path) -> tuple[Start, Trained]:
 
 def record(name: str, case: ParityCase, folder: Path) -> None:
     """Write the recording that `make test` replays. ValueError where a token almost has another choice of experts."""
-    config, shapes = theirs.layout(case)
+    config, shapes = TEXT.layout(case)
     begin, trained = start(case, folder)
     run = trained.train(folder / "saved", steps=REPLAYED_STEPS)
     if trained.routes.nearest < ROUTE_LIMIT:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import recording, seeded
 from deltatune.selftest.parity.cases import Adapters, ParityCase, ParityRun
-from deltatune.selftest.parity.families import FAMILIES, Config, Weights
+from deltatune.selftest.parity.families import Config, Weights
 from deltatune.selftest.parity.ours import adapt, as_batch, load, parts, train
 from deltatune.train.batch_loss import LossFunction
 from deltatune.train.distillation.distillation_loss import distillation_loss
+
+from .pairs import two_layers
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,16 @@ class DistilledCase:
 
     @property
     def model(self) -> ParityCase:
-        """The model that learns: a gated-delta and an attention layer, with LoRA."""
-        family = FAMILIES["qwen3_5"]
-        options = family.options | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-        return ParityCase(replace(family, options=options, draw=7, learning_rate=1e-2))
+        """The model that learns."""
+        return two_layers(draw=7, learning_rate=1e-2)
 
     @property
     def teacher(self) -> ParityCase:
         """The teacher: another draw of the same sizes."""
-        return ParityCase(replace(self.model.family, draw=8))
+        return two_layers(draw=8, learning_rate=1e-2)
 
 
-CASES = {
-    "forward": DistilledCase(0.0),
-    "reverse": DistilledCase(1.0, 0.7),
-    "generalised": DistilledCase(0.1),
-}
+CASES = {"forward": DistilledCase(0.0), "reverse": DistilledCase(1.0, 0.7), "generalised": DistilledCase(0.1)}
 
 
 def checksums(case: DistilledCase, weights: Weights) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Faults to plant in deltatune: each must turn a replay red, or the replay proves nothing."""
+"""Replays of recordings, and faults to plant in deltatune: each must turn a replay red, or it proves nothing."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -19,7 +20,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.patches import recurrence
 from deltatune.patches.tables import state_space
 from deltatune.selftest.parity import ours, recording
-from deltatune.selftest.parity.cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun
+from deltatune.selftest.parity.cases import FALL, GRADIENT_TOLERANCE, LOSS_TOLERANCE, STEPS, ParityRun, initial_adapters
 from deltatune.train import batch_loss
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -27,6 +28,24 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 FEW = 3
 _gated_delta = recurrence.gated_delta
 _cross_entropy = batch_loss.linear_cross_entropy
+
+
+@functools.cache
+def recorded(name: str) -> recording.Recording:
+    return recording.read(name)
+
+
+def falls(losses: list[float]) -> bool:
+    """Whether the losses of a whole run fall enough for it to tell a fault from rounding."""
+    first, last = np.mean(losses[:3]), np.mean(losses[-3:])
+    return len(losses) == STEPS and last <= first - FALL * abs(first)
+
+
+def replay(module: ModuleType, case: Any, name: str, plant: Callable[[], None] = lambda: None) -> ParityRun:
+    """Train a recorded case again by a module's `run`; `plant` is called when the patches are in force."""
+    reference = recorded(name)
+    adapters = initial_adapters(reference.targets)
+    return module.run(case, reference.config, reference.weights(case), adapters, plant)
 
 
 def shows(module: ModuleType, reference: recording.Recording, run: Callable[[pytest.MonkeyPatch], ParityRun]) -> bool:
@@ -122,23 +141,14 @@ def _adapter_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 # name: (how to plant it, the case that must turn red)
 FAULTS: dict[str, tuple[Plant, str]] = {
     "beta doubled": (_operator(lambda q, k, v, g, b: (q, k, v, g, 2 * b)), "qwen3_5_moe"),
-    "beta not doubled, where the family says so": (
-        _operator(lambda q, k, v, g, b: (q, k, v, g, b / 2)),
-        "olmo_hybrid",
-    ),
+    "beta not doubled, where the family says so": (_operator(lambda q, k, v, g, b: (q, k, v, g, b / 2)), "olmo_hybrid"),
     "log_g off by 0.1 %": (_operator(lambda q, k, v, g, b: (q, k, v, 1.001 * g, b)), "kimi_linear"),
     "log_g rounded to bf16": (
         _operator(lambda q, k, v, g, b: (q, k, v, g.astype(mx.bfloat16).astype(mx.float32), b)),
         "bailing_hybrid",
     ),
-    "gradient of log_g missing": (
-        _operator(lambda q, k, v, g, b: (q, k, v, mx.stop_gradient(g), b)),
-        "qwen3_next",
-    ),
-    "gradient of k off by 1 %": (
-        _operator(lambda q, k, v, g, b: (q, _scale_gradient(k, 1.01), v, g, b)),
-        "qwen3_5",
-    ),
+    "gradient of log_g missing": (_operator(lambda q, k, v, g, b: (q, k, v, mx.stop_gradient(g), b)), "qwen3_next"),
+    "gradient of k off by 1 %": (_operator(lambda q, k, v, g, b: (q, _scale_gradient(k, 1.01), v, g, b)), "qwen3_5"),
     "gradient of beta off by 1 %": (
         _operator(lambda q, k, v, g, b: (q, k, v, g, _scale_gradient(b, 1.01))),
         "kimi_linear-4bit",

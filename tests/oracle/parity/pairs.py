@@ -13,6 +13,13 @@ from deltatune.selftest.parity.families import FAMILIES, Weights
 PAIRS = 3
 
 
+def two_layers(**changes: float) -> ParityCase:
+    """A model of a gated-delta and an attention layer, with LoRA."""
+    family = FAMILIES["qwen3_5"]
+    options = family.options | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return ParityCase(replace(family, options=options, **changes))
+
+
 @dataclass(frozen=True)
 class PairCase:
     """A preference loss, and the options with which both sides compute it.
@@ -42,10 +49,8 @@ class PairCase:
 
     @property
     def model(self) -> ParityCase:
-        """The model that is trained: a gated-delta and an attention layer, with LoRA."""
-        family = FAMILIES["qwen3_5"]
-        options = family.options | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-        return ParityCase(replace(family, options=options, draw=self.draw, learning_rate=self.learning_rate))
+        """The model that is trained."""
+        return two_layers(draw=self.draw, learning_rate=self.learning_rate)
 
 
 CASES: dict[str, PairCase] = {

@@ -28,11 +28,7 @@ WIDTH = 40
 def options(case: PairCase) -> TrainConfig:
     """The options of a run with the loss of `case`."""
     return TrainConfig(
-        loss=case.loss,
-        loss_variant=case.variant,
-        beta=case.beta,
-        gamma=case.gamma,
-        label_smoothing=case.smoothing,
+        loss=case.loss, loss_variant=case.variant, beta=case.beta, gamma=case.gamma, label_smoothing=case.smoothing
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, ParityRun
+from deltatune.selftest.parity.cases import STEPS
+from deltatune.selftest.parity.families import Family, Weights
 from deltatune.selftest.parity.seeded import PAD
 
-from .pairs import PairCase, TokenPair, pairs
-from .theirs import Parameters, copied
+from . import pairs_ours
+from .pairs import CASES, PairCase, TokenPair, checksums, pairs
+from .record import PACKAGES, Comparison, Reference
 
 Inputs = dict[str, Any]
 
@@ -117,22 +120,22 @@ class _WithoutReference:
         return self._trainer.get_batch_loss_metrics(self._model, inputs)[0]
 
 
-def train(case: PairCase, model: torch.nn.Module, parameters: Parameters) -> ParityRun:
-    """The recipe with TRL's loss; `parameters` are trained in place."""
-    model.train()
-    side = (_Preference if case.loss in ("dpo", "kto") else _WithoutReference)(case, model)
-    batches = [side.inputs(step) for step in range(STEPS)]
-    optimizer = torch.optim.AdamW(
-        parameters.values(), lr=case.model.family.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
-    )
-    losses = []
-    gradients: Adapters = {}
-    for step, inputs in enumerate(batches):
-        loss = side.loss(inputs)
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            gradients = copied({key: parameter.grad for key, parameter in parameters.items()})
-        optimizer.step()
-        losses.append(loss.item())
-    return ParityRun(losses, gradients, copied(parameters))
+class PairComparison(Comparison):
+    """Preferences, with TRL's loss."""
+
+    folder, cases, packages, ours = "pairs/", CASES, (*PACKAGES, "trl"), staticmethod(pairs_ours.run)
+
+    def family(self, case: PairCase) -> Family:
+        return case.model.family
+
+    def loss(self, case: PairCase, model: torch.nn.Module, start: Reference) -> Callable[[int], torch.Tensor]:
+        model.train()
+        side = (_Preference if case.loss in ("dpo", "kto") else _WithoutReference)(case, model)
+        batches = [side.inputs(step) for step in range(STEPS)]
+        return lambda step: side.loss(batches[step])
+
+    def checksums(self, case: PairCase, weights: Weights) -> dict[str, str]:
+        return checksums(weights)
+
+
+COMPARISON = PairComparison()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch
 
 from deltatune.selftest.parity import ours, recording
 from deltatune.selftest.parity.cases import (
+    CASES,
     FALL,
     NUDGED_LIMIT,
     ROUTE_LIMIT,
     Adapters,
-    ParityCase,
     ParityRun,
     initial_adapters,
 )
@@ -58,6 +58,104 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class Comparison:
+    """Training on text on both sides. Another kind of training overrides its own part.
+
+    Attributes:
+        folder: That of its recordings, in which each case has a file.
+        cases: The cases, by name.
+        packages: The packages that a recording depends on.
+        ours: deltatune's run of a case, from config.json, weights and initial adapters.
+    """
+
+    folder = ""
+    cases: dict[str, Any] = CASES
+    packages: tuple[str, ...] = PACKAGES
+    ours: Callable[..., ParityRun] = staticmethod(ours.run)
+
+    def family(self, case: Any) -> Any:
+        """The owner of a case's drawn weights and learning rate."""
+        return case.family
+
+    def layout(self, case: Any) -> tuple[Config, dict[str, tuple[int, ...]]]:
+        family = self.family(case)
+        return theirs.saved(family.model_type, family.options)
+
+    def computed_with(self, case: Any, config: Config, weights: Weights) -> Weights:
+        """The weights with which both sides really compute."""
+        if getattr(case, "bits", None) is None:
+            return weights
+        return quantised.dequantised(ours.load(case, config, weights), weights, config)
+
+    def load(self, config: Config, weights: Weights) -> torch.nn.Module:
+        return theirs.load(config, weights)
+
+    def targets(self, case: Any, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+        return theirs.targets(model, self.family(case).not_adapted)
+
+    def loss(self, case: Any, model: torch.nn.Module, start: Reference) -> Callable[[int], torch.Tensor]:
+        """Return the function that computes the loss of a step, by its index."""
+        return lambda step: theirs.text_loss(model, step)
+
+    def checksums(self, case: Any, weights: Weights) -> dict[str, str]:
+        """Checksums of the start that both sides share."""
+        return recording.checksums(weights)
+
+    def reference(self, case: Any, nudge: int = 0) -> Reference:
+        """Run transformers and PEFT. nudge: a seed that moves every weight by about 1e-7 of itself."""
+        config, shapes = self.layout(case)
+        weights = self.family(case).weights(shapes)
+        taken = self.computed_with(case, config, weights)
+        with one_thread():
+            model = self.load(config, moved(taken, nudge) if nudge else taken)
+            targets = self.targets(case, model)
+            routes = theirs.Routes(model)
+            parameters = theirs.adapt(model, initial_adapters(targets), dora=getattr(case, "dora", False))
+            start = Reference(config, weights, targets, theirs.copied(parameters), ParityRun([], {}, {}), np.inf)
+            loss = self.loss(case, model, start)
+            run = theirs.train(loss, model, parameters, self.family(case).learning_rate)
+        return Reference(config, weights, targets, start.initial, run, routes.nearest)
+
+    def compare(self, case: Any, base: Reference) -> Difference:
+        """Run deltatune from the same start and say how far it is from the reference."""
+        return difference(base, self.ours(case, base.config, base.weights, initial_adapters(base.targets)))
+
+    def nudged(self, case: Any, base: Reference) -> Difference:
+        """How far the reference drifts from itself when its weights move a little: the largest of 3 draws."""
+        drifts = [difference(base, self.reference(case, draw).run) for draw in (1, 2, 3)]
+        return max(drifts, key=lambda drift: drift.adapter)
+
+    def record(self, name: str) -> tuple[Reference, Difference]:
+        """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
+        base = self.reference(self.cases[name])
+        drift = self.nudged(self.cases[name], base)
+        if base.fall < FALL or drift.adapter > NUDGED_LIMIT or base.nearest_route < ROUTE_LIMIT:
+            raise ValueError(
+                f"{name}: loss falls by {base.fall:.0%}, adapters drift by {drift.adapter:.1e}, comes within "
+                f"{base.nearest_route:.1e} of another route: take another `draw`."
+            )
+        recording.write(
+            f"{self.folder}{name}",
+            {
+                "date": datetime.date.today().isoformat(),
+                "versions": {package: importlib.metadata.version(package) for package in self.packages},
+                "nudged": {"loss": drift.loss, "gradient": drift.gradient, "adapter": drift.adapter},
+                "nearest_route": None if base.nearest_route == np.inf else base.nearest_route,
+                "config": base.config,
+                "shapes": {key: value.shape for key, value in base.weights.items()},
+                "targets": base.targets,
+                "checksums": self.checksums(self.cases[name], base.weights),
+                "losses": base.run.losses,
+                "gradients": recording.summary(base.run.gradients),
+                "adapters": recording.summary(base.run.final, base.initial),
+            },
+        )
+        return base, drift
+
+
+TEXT = Comparison()
+
+
 def moved(weights: Weights, seed: int) -> Weights:
     """Every weight moved by about 1e-7 of itself."""
     draw = np.random.default_rng(seed)
@@ -67,26 +165,6 @@ def moved(weights: Weights, seed: int) -> Weights:
     }
 
 
-def reference(case: ParityCase, nudge: int = 0) -> Reference:
-    """Run transformers and PEFT. nudge: a seed that moves every weight by about 1e-7 of itself."""
-    config, shapes = theirs.layout(case)
-    weights = case.family.weights(shapes)
-    taken = weights
-    if case.bits is not None:
-        taken = quantised.dequantised(ours.load(case, config, weights), weights, config)
-    if nudge:
-        taken = moved(taken, nudge)
-    with one_thread():
-        model = theirs.load(config, taken)
-        targets = theirs.targets(case, model)
-        adapters = initial_adapters(targets)
-        routes = theirs.Routes(model)
-        parameters = theirs.adapt(case, model, adapters)
-        initial = theirs.copied(parameters)
-        run = theirs.train(case, model, parameters)
-    return Reference(config, weights, targets, initial, run, routes.nearest)
-
-
 def difference(reference: Reference, run: ParityRun) -> Difference:
     """How far a run is from the reference, whole tensors compared."""
     gaps = np.abs(np.subtract(run.losses, reference.run.losses))
@@ -94,62 +172,16 @@ def difference(reference: Reference, run: ParityRun) -> Difference:
     return Difference(
         float(gaps[step]),
         step,
-        *_worst(run.gradients, reference.run.gradients, None),
-        *_worst(run.final, reference.run.final, reference.initial),
+        *_worst(run.gradients, reference.run.gradients, {}),
+        *_worst(run.final, reference.run.final, recording.flat(reference.initial)),
     )
 
 
-def compare(case: ParityCase, reference: Reference) -> Difference:
-    """Run deltatune from the same start and say how far it is from transformers."""
-    adapters = initial_adapters(reference.targets)
-    return difference(reference, ours.run(case, reference.config, reference.weights, adapters))
-
-
-def _worst(found: Adapters, expected: Adapters, start: Adapters | None) -> tuple[float, str]:
+def _worst(found: Adapters, expected: Adapters, starts: dict[str, np.ndarray]) -> tuple[float, str]:
     ours_flat, theirs_flat = recording.flat(found), recording.flat(expected)
-    starts = {} if start is None else recording.flat(start)
     errors = {
         name: float(np.linalg.norm(ours_flat[name] - value) / np.linalg.norm(value - starts.get(name, 0.0)))
         for name, value in theirs_flat.items()
     }
     name = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
     return errors[name], name
-
-
-def nudged(case: Any, base: Reference, run: Callable[[Any, int], Reference] = reference) -> Difference:
-    """How far transformers drifts from itself when its weights move by 1e-7 of themselves: the largest of 3 draws."""
-    drifts = [difference(base, run(case, draw).run) for draw in (1, 2, 3)]
-    return max(drifts, key=lambda drift: drift.adapter)
-
-
-def record(name: str, case: ParityCase) -> tuple[Reference, Difference]:
-    """Write the recording of a case. ValueError where its trajectory could not tell a fault from rounding."""
-    base = reference(case)
-    drift = nudged(case, base)
-    write(name, base, drift, recording.checksums(base.weights), PACKAGES)
-    return base, drift
-
-
-def write(name: str, base: Reference, drift: Difference, checksums: Any, packages: Sequence[str]) -> None:
-    """Write the recording of a run of transformers, with how far it drifts from itself."""
-    if base.fall < FALL or drift.adapter > NUDGED_LIMIT or base.nearest_route < ROUTE_LIMIT:
-        raise ValueError(
-            f"{name}: loss falls by {base.fall:.0%}, adapters drift by {drift.adapter:.1e}, comes within "
-            f"{base.nearest_route:.1e} of another route: take another `draw`."
-        )
-    recording.write(
-        name,
-        {
-            "date": datetime.date.today().isoformat(),
-            "versions": {package: importlib.metadata.version(package) for package in packages},
-            "nudged": {"loss": drift.loss, "gradient": drift.gradient, "adapter": drift.adapter},
-            "nearest_route": None if base.nearest_route == float("inf") else base.nearest_route,
-            "config": base.config,
-            "shapes": {key: value.shape for key, value in base.weights.items()},
-            "targets": base.targets,
-            "checksums": checksums,
-            "losses": base.run.losses,
-            "gradients": recording.summary(base.run.gradients),
-            "adapters": recording.summary(base.run.final, base.initial),
-        },
-    )

@@ -20,6 +20,7 @@ from deltatune.train.batch_loss import arrays, loss_of
 from deltatune.train.distributed import World
 from deltatune.train.policy_gradient.policy_loss import rollout_loss
 from deltatune.train.rollouts.answer_sampler import SampledAnswers
+from deltatune.train.rollouts.rewarded_sampler import RewardedSampler
 from deltatune.train.rollouts.rollout_order import RolloutOrder, Scoring
 
 PROMPTS, GENERATIONS, MOST, VOCABULARY = 3, 4, 6, 11
@@ -203,9 +204,10 @@ def ours(case: Case) -> dict[str, Any]:
             -np.array(_losses(policy, mx.array(sampler.placed(logits, batch)), mx.array(batch.targets)))
         )
 
-    scoring, rewards = Scoring(scored(recording.before), scored(recording.reference)), _Rewards(recording, sampler)
+    scoring = Scoring(scored(recording.before), scored(recording.reference))
+    rewarded = RewardedSampler(sampler, _Rewards(recording, sampler), lambda: None)  # type: ignore[arg-type]
     of_data: Any = BatchOrder(prompts, PROMPTS, 32)
-    batch = next(RolloutOrder(of_data, sampler, rewards, lambda: None, scoring, config, World()))  # type: ignore[arg-type]
+    batch = next(RolloutOrder(of_data, rewarded, scoring, config, World()))
     step_arrays = arrays(batch)
 
     def loss(logits: mx.array) -> mx.array:
@@ -218,7 +220,7 @@ def ours(case: Case) -> dict[str, Any]:
     assert batch.rollouts is not None
     for row, number, span in sampler.spans(batch):
         whole[number, : span.stop - span.start] = np.array(gradient)[row, span]
-        advantages[number] = batch.rollouts.advantages[row]
+        advantages[number] = batch.rollouts.advantages[row, span.start]
     return {"loss": value.item(), "advantages": advantages.tolist(), "gradients": of_rows(whole)}
 
 

@@ -33,7 +33,7 @@ class _Accelerator:
     gather_for_metrics = gather
 
 
-def _attributes(case: Case) -> dict[str, Any]:
+def attributes(case: Case) -> dict[str, Any]:
     """Return what TRL's constructor would set from these options."""
     config = case.config
     gspo = config.loss_variant == "gspo"
@@ -100,7 +100,7 @@ def theirs(case: Case) -> dict[str, Any]:
             return logps, torch.zeros_like(logps), None
 
     trainer = Trainer()
-    vars(trainer).update(_attributes(case))
+    vars(trainer).update(attributes(case))
     with torch.no_grad():
         inputs = trainer._generate_and_score_completions([{"prompt": ""} for _ in range(ANSWERS)])
     if config.sampler_correction == "none":
@@ -108,11 +108,7 @@ def theirs(case: Case) -> dict[str, Any]:
     loss = trainer._compute_loss(SimpleNamespace(name="now"), inputs)
     loss.backward()
     advantages = inputs["advantages"]
-    return {
-        "loss": loss.item(),
-        "advantages": advantages.tolist(),
-        "gradients": of_rows(now.grad.numpy()),
-    }
+    return {"loss": loss.item(), "advantages": advantages.tolist(), "gradients": of_rows(now.grad.numpy())}
 
 
 if __name__ == "__main__":

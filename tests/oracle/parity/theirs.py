@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from deltatune.selftest.parity import seeded
-from deltatune.selftest.parity.cases import (
-    BETAS,
-    EPS,
-    RANK,
-    SCALE,
-    STEPS,
-    WEIGHT_DECAY,
-    Adapters,
-    ParityCase,
-    ParityRun,
-)
+from deltatune.selftest.parity.cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityRun
 from deltatune.selftest.parity.families import Config, Weights
 
 WORDS = {
@@ -34,11 +25,6 @@ WORDS = {
     "lora_magnitude_vector.default.weight": "m",
 }
 Parameters = dict[tuple[str, str], torch.nn.Parameter]
-
-
-def layout(case: ParityCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
-    """The files that transformers saves for this family: its config.json, and the name and shape of every tensor."""
-    return saved(case.family.model_type, case.family.options)
 
 
 def saved(
@@ -72,18 +58,18 @@ def load(config: Config, weights: Weights, kind: Any = transformers.AutoModelFor
     return model
 
 
-def targets(case: ParityCase, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+def targets(model: torch.nn.Module, not_adapted: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Every linear that gets an adapter: its path, and (inputs, outputs)."""
     return {
         name: (module.in_features, module.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith(case.family.not_adapted)
+        if isinstance(module, torch.nn.Linear) and not name.endswith(not_adapted)
     }
 
 
-def adapt(case: ParityCase, model: torch.nn.Module, adapters: Adapters) -> Parameters:
+def adapt(model: torch.nn.Module, adapters: Adapters, *, dora: bool) -> Parameters:
     """Put PEFT adapters on exactly these paths and set their lora_a and lora_b; all that trains, by (path, key)."""
-    config = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules=list(adapters), use_dora=case.dora)
+    config = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules=list(adapters), use_dora=dora)
     # Inside a module without a `config`: PEFT redirects gate_proj and up_proj of some MoE families, shared experts
     # and full paths included, to the fused experts.
     peft.inject_adapter_in_model(config, torch.nn.ModuleDict({"base": model}))
@@ -92,7 +78,7 @@ def adapt(case: ParityCase, model: torch.nn.Module, adapters: Adapters) -> Param
         if parameter.requires_grad:
             suffix = next(suffix for suffix in WORDS if name.endswith(suffix))
             found[name.removesuffix("." + suffix), WORDS[suffix]] = parameter
-    keys = ("lora_a", "lora_b", "m") if case.dora else ("lora_a", "lora_b")
+    keys = ("lora_a", "lora_b", "m") if dora else ("lora_a", "lora_b")
     expected = {(path, key) for path in adapters for key in keys}
     if set(found) != expected:
         raise ValueError(f"PEFT adapted other parameters than asked for: {sorted(set(found) ^ expected)}")
@@ -112,22 +98,22 @@ def copied(tensors: dict[tuple[str, str], Any]) -> Adapters:
 
 
 def train(
-    case: ParityCase, model: torch.nn.Module, parameters: Parameters, start: int = 0, steps: int = STEPS
+    loss_of: Callable[[int], torch.Tensor],
+    model: torch.nn.Module,
+    parameters: Parameters,
+    learning_rate: float,
+    start: int = 0,
+    steps: int = STEPS,
 ) -> ParityRun:
-    """The recipe; `parameters` are trained in place, on the batches from that of step `start` on."""
+    """The recipe; `parameters` are trained in place, with the losses of the steps from `start` on."""
     model.train()
     optimizer = torch.optim.AdamW(
-        parameters.values(), lr=case.family.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+        parameters.values(), lr=learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
     )
     losses = []
     gradients: Adapters = {}
     for step in range(start, start + steps):
-        rows = seeded.batch(step)
-        tokens = torch.from_numpy(rows.tokens).long()
-        labels = tokens.clone()
-        labels[:, 1:][torch.from_numpy(rows.counts == 0)] = -100
-        present = torch.arange(tokens.shape[1])[None] < torch.tensor(rows.lengths)[:, None]
-        loss = model(input_ids=tokens, attention_mask=present.long(), labels=labels, use_cache=False).loss
+        loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
         if step == start:
@@ -135,6 +121,16 @@ def train(
         optimizer.step()
         losses.append(loss.item())
     return ParityRun(losses, gradients, copied(parameters))
+
+
+def text_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """The loss of the batch of a step."""
+    rows = seeded.batch(step)
+    tokens = torch.from_numpy(rows.tokens).long()
+    labels = tokens.clone()
+    labels[:, 1:][torch.from_numpy(rows.counts == 0)] = -100
+    present = torch.arange(tokens.shape[1])[None] < torch.tensor(rows.lengths)[:, None]
+    return model(input_ids=tokens, attention_mask=present.long(), labels=labels, use_cache=False).loss
 
 
 class Routes:

@@ -1,56 +1,48 @@
-"""The run of transformers + PEFT on text, images and videos. Needs torch."""
+"""The runs of transformers + PEFT on images and videos. Needs torch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import transformers
 
-from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Adapters, ParityRun
+from deltatune.selftest.parity import vision, vision_ours
 from deltatune.selftest.parity.families import Config, Weights
 from deltatune.selftest.parity.vision import IMAGE, VIDEO, VisionCase, VisionRows, batch
 
 from . import theirs
+from .record import PACKAGES, Comparison, Reference
 
 _KIND = transformers.AutoModelForImageTextToText
 
 
-def layout(case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
-    """The files that transformers saves: its config.json, and the name and shape of every tensor."""
-    return theirs.saved(case.model_type, case.options, _KIND)
+class VisionComparison(Comparison):
+    """Adapters on both towers and the projector, but not on the head."""
+
+    folder, cases, packages, ours = "vision/", vision.CASES, (*PACKAGES, "mlx-vlm"), staticmethod(vision_ours.run)
+
+    def family(self, case: VisionCase) -> VisionCase:
+        return case
+
+    def layout(self, case: VisionCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
+        return theirs.saved(case.model_type, case.options, _KIND)
+
+    def load(self, config: Config, weights: Weights) -> torch.nn.Module:
+        return theirs.load(config, weights, _KIND)
+
+    def targets(self, case: VisionCase, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+        return theirs.targets(model, ("lm_head",))
+
+    def loss(self, case: VisionCase, model: torch.nn.Module, start: Reference) -> Callable[[int], torch.Tensor]:
+        return lambda step: loss_of(model, batch(step, case.videos))
+
+    def checksums(self, case: VisionCase, weights: Weights) -> dict[str, str]:
+        return vision.checksums(weights, case.videos)
 
 
-def load(config: Config, weights: Weights) -> torch.nn.Module:
-    """The model of a save with these weights, read by transformers itself; no tensor missing or left over."""
-    return theirs.load(config, weights, _KIND)
-
-
-def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Every linear of both towers and the projector, but the head: its path, and (inputs, outputs)."""
-    return {
-        name: (module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head")
-    }
-
-
-def train(case: VisionCase, model: torch.nn.Module, parameters: theirs.Parameters) -> ParityRun:
-    """The recipe; `parameters` are trained in place."""
-    model.train()
-    optimizer = torch.optim.AdamW(
-        parameters.values(), lr=case.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
-    )
-    losses = []
-    gradients: Adapters = {}
-    for step in range(STEPS):
-        loss = loss_of(model, batch(step, case.videos))
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            gradients = theirs.copied({key: parameter.grad for key, parameter in parameters.items()})
-        optimizer.step()
-        losses.append(loss.item())
-    return ParityRun(losses, gradients, theirs.copied(parameters))
+COMPARISON = VisionComparison()
 
 
 def loss_of(model: torch.nn.Module, rows: VisionRows) -> torch.Tensor:

@@ -13,12 +13,13 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from deltatune.layers import gated_delta_layers
 from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
-from deltatune.patches import patched, whole_rows
+from deltatune.patches import patched, recurrence, served, whole_rows
 from deltatune.patches.tables import latent_attention
-from model_gradients import gradients, next_token_loss, relative_errors
+from model_gradients import gradients, losses, next_token_loss, relative_errors, tokens
 
 LATENT = ("kimi_linear", "bailing", "kimi_k3")
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "qwen3", "gemma3_text", *LATENT)
@@ -31,16 +32,8 @@ WEEKLY = [
 OURS, UPSTREAM = whole_rows.OURS, whole_rows.UPSTREAM
 
 
-def tokens(batch: int, length: int, seed: int = 0) -> mx.array:
-    return mx.random.randint(0, 320, (batch, length), key=mx.random.key(seed))
-
-
 def draw(*shape: int, seed: int = 0) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
-
-
-def losses(model: nn.Module, rows: mx.array) -> mx.array:
-    return next_token_loss(model(rows[:, :-1]), rows)
 
 
 @pytest.fixture(autouse=True)
@@ -116,9 +109,8 @@ def test_inside_checkpoints_and_compiled_steps(tiny_model, masks_read, family, h
     assert relative_errors(expected, actual)[0] < 1e-5
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_a_gradient_whole_rows_have_upstreams_bits(tiny_model, monkeypatch, family, training):
+def test_without_a_gradient_whole_rows_and_decoding_have_upstreams_bits(tiny_model, monkeypatch, family):
     from mlx_lm.models.cache import make_prompt_cache
 
     # On Metal the recurrence, too, is upstream's in evaluation, and so is the convolution.
@@ -135,16 +127,18 @@ def test_without_a_gradient_whole_rows_have_upstreams_bits(tiny_model, monkeypat
 
     expected = infer()
     mx.eval(expected)
-    if training:
+    for training in (False, True):
         # A trainer that samples from a model in training mode: attention alone, as other patches look at the mode.
         for module in model.modules():
             if "Attention" in type(module).__name__ and not hasattr(module, "A_log"):
-                module._set_training_mode(True)
-    with patched():
-        whole_rows.reset()
-        actual = infer()
-    assert set(whole_rows.served()) == {UPSTREAM}
-    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+                module._set_training_mode(training)
+        with patched():
+            whole_rows.reset()
+            recurrence.reset()
+            actual = infer()
+        assert set(whole_rows.served()) == {UPSTREAM}
+        assert set(served()) == ({recurrence.BACKWARD, recurrence.UPSTREAM} if gated_delta_layers(model) else set())
+        assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
 def test_text_is_generated_with_upstreams_bits(tiny_checkpoint):

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from host_machine import HostMachine
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextAttention
 from mlx_lm.models.rope_utils import initialize_rope
 
+from adapter_checks import value_and_gradients
+from beside import load
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
-from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.pointwise import heads
-from deltatune.ops.pointwise.passes import BODIES, Passes
+from deltatune.ops.pointwise.passes import Passes
 from deltatune.patches import patched
 from deltatune.patches.tables import pointwise
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="the host machine needs a CPU")
+CALLS = load(Path(__file__).with_name("layer_calls.py"))
 HEADS, GROUPS, WIDTH, ROTARY, LENGTH = 4, 2, 32, 16, 9
 TURNED = {"turned heads and gates", "turned heads", "times gate"}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -39,49 +39,30 @@ ROPES = {
 
 
 @pytest.fixture
-def served(host_folder, monkeypatch):
-    """Patches of an NVIDIA GPU, with its kernels on the host machine. The set names those that ran."""
-    machine, call, names = HostMachine(host_folder, header("metal", BODIES)), Passes.__call__, set()
-
-    def recorded(self, *arrays):
-        names.add(self.name.split(" of ")[0])
-        return call(self, *arrays)
-
-    monkeypatch.setattr(Passes, "__call__", recorded)
-    monkeypatch.setattr(Launch, "run", machine.run)
-    monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
+def served(passes_on_host, monkeypatch):
+    """Patches of an NVIDIA GPU, with its kernels on the host machine. The list names those that ran."""
     monkeypatch.setattr(recomputation, "LEAST", 8)
     monkeypatch.setattr(patches, "_of_device", lambda: (*pointwise.PATCHES, pointwise.ATTENTION))
     monkeypatch.setattr(pointwise, "PASSES", SimpleNamespace(is_for_here=True))
-    return names
+    return passes_on_host()
+
+
+def kinds(served):
+    return {name.split(" of ")[0] for name in served}
 
 
 def attention(rope_scaling=None):
-    sizes = dict.fromkeys(ModelArgs.__annotations__, 1)
-    del sizes["full_attention_interval"]
-    sizes |= {"hidden_size": 24, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": WIDTH}
-    options = {"partial_rotary_factor": ROTARY / WIDTH, "max_position_embeddings": 64, "rope_theta": 1e4}
     mx.random.seed(3)
-    layer = Qwen3NextAttention(
-        ModelArgs(**sizes | options | {"rms_norm_eps": 1e-5, "attention_bias": False, "rope_scaling": rope_scaling})
-    )
+    sizes = {"hidden_size": 24, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": WIDTH}
+    layer = CALLS.attention(**sizes, max_position_embeddings=64, rms_norm_eps=1e-5, rope_scaling=rope_scaling)
     for norm in (layer.q_norm, layer.k_norm):
         norm.weight = 1 + 0.2 * mx.random.normal((WIDTH,))
     return layer
 
 
 def results(layer, mask="causal"):
-    """The output, and the gradients of the input and of every parameter."""
-    x, d = (mx.random.normal((2, LENGTH, 24), key=mx.random.key(i)) for i in range(2))
-
-    def loss(parameters, x):
-        layer.update(parameters)
-        return (layer(x, mask) * d).sum()
-
-    held = layer.trainable_parameters()
-    output, gradients = layer(x, mask), mx.grad(loss, argnums=(0, 1))(held, x)
-    layer.update(held)
-    return dict(tree_flatten({"output": output, "parameters": gradients[0], "dx": gradients[1]}))
+    x, dy = (mx.random.normal((2, LENGTH, 24), key=mx.random.key(i)) for i in range(2))
+    return value_and_gradients(layer, lambda x: layer(x, mask), x, dy)
 
 
 def assert_close(found, wanted):
@@ -98,7 +79,7 @@ def test_it_agrees_with_upstream(rope, served):
     wanted = results(layer)
     with patched():
         found = results(layer)
-    assert served == kernels
+    assert kinds(served) == kernels
     assert_close(found, wanted)
 
 
@@ -108,7 +89,7 @@ def test_positions_run_on_through_packed_documents(served):
     wanted = results(layer, mask)
     with patched():
         assert_close(results(layer, mask), wanted)
-    assert served == TURNED
+    assert kinds(served) == TURNED
 
 
 class _OtherNorm(nn.RMSNorm):
@@ -141,7 +122,7 @@ def test_attention_beyond_the_kernels_stays_with_mlx(what, kernels, served):
     wanted = results(layer)
     with patched():
         found = results(layer)
-    assert served == kernels
+    assert kinds(served) == kernels
     assert_close(found, wanted)
 
 
@@ -151,7 +132,7 @@ def test_kernels_that_are_refused_or_too_small_do_not_serve(served, monkeypatch)
     monkeypatch.setattr(heads, "large_enough", lambda x: x.size >= 10**6)
     with patched():
         assert_close(results(layer), wanted)
-    assert served == {"norm and gate"}
+    assert kinds(served) == {"norm and gate"}
     served.clear()
     monkeypatch.setattr(Passes, "passes_trial", lambda *_, **__: False)
     monkeypatch.setattr(heads, "large_enough", recomputation.large_enough)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -27,38 +26,25 @@ pytestmark = [
     pytest.mark.skipif(backend.device() != "cpu", reason="the peaks of a CPU are counted"),
 ]
 
-LENGTHS = (256, 1024)
 
+@pytest.fixture
+def growth(monkeypatch, peak_bytes) -> Callable[..., float]:
+    """growth(of_length) -> how many times the peak grows with rows four times as long: 4 if linear, 16 if quadratic.
 
-@pytest.fixture(autouse=True)
-def waiting_queue(monkeypatch) -> Iterator[None]:
-    """MLX waits for each operation before the next; else timing decides how far it runs ahead.
-
-    MLX's own attention would serve the shorter of these rows (ops/attention/choice.py).
+    The order in which MLX frees an operation's inputs moves a peak by some percent. MLX's own attention would serve the
+    shorter of these rows (ops/attention/choice.py).
     """
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
-    limit = mx.set_memory_limit(1)
-    yield
-    mx.set_memory_limit(limit)
 
+    def measure(of_length: Callable[[int], Callable[[], object]], lengths: tuple[int, int] = (256, 1024)) -> float:
+        peaks = []
+        for length in lengths:
+            run = of_length(length)
+            mx.eval(run())
+            peaks.append(peak_bytes(run))
+        return peaks[1] / peaks[0]
 
-def peak(run: Callable[[], object]) -> int:
-    """Return the peak of the bytes that a second run allocates."""
-    mx.eval(run())
-    gc.collect()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(run())
-    return mx.get_peak_memory() - before
-
-
-def growth(of_length: Callable[[int], Callable[[], object]], lengths: tuple[int, int] = LENGTHS) -> float:
-    """Return how many times the peak grows with rows four times as long: at most 4 if linear, up to 16 if quadratic.
-
-    The order in which MLX frees an operation's inputs moves a peak by some percent.
-    """
-    short, long = (peak(of_length(length)) for length in lengths)
-    return long / short
+    return measure
 
 
 def rows_of(length: int) -> mx.array:
@@ -82,7 +68,7 @@ def loss(model: nn.Module, rows: mx.array) -> mx.array:
         pytest.param("gemma3_text", False, marks=pytest.mark.weekly),
     ],
 )
-def test_a_checkpointed_step(tiny_model, family, packed):
+def test_a_checkpointed_step(tiny_model, family, packed, growth):
     """gemma3_text has windows of 16 tokens."""
     model = tiny_model(family)
     prepare(model, TrainConfig())
@@ -104,7 +90,7 @@ def test_a_checkpointed_step(tiny_model, family, packed):
 @pytest.mark.parametrize(
     "family", ["kimi_linear", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("bailing", "kimi_k3"))]
 )
-def test_latent_attention(tiny_model, family):
+def test_latent_attention(tiny_model, family, growth):
     model = tiny_model(family)
     layers = [m for _, m in model.named_modules() if type(m).__name__.endswith(("MLA", "MLAAttention"))]
 
@@ -123,7 +109,7 @@ def test_latent_attention(tiny_model, family):
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen features", "a tower that trains"])
-def test_a_vision_tower(tiny_vision_model, trained):
+def test_a_vision_tower(tiny_vision_model, trained, growth):
     from deltatune.models.vision.frozen_tower import FrozenTower
     from deltatune.models.vision.inputs import blank_vision_batch
     from deltatune.models.vision.split import vision_spec
@@ -143,7 +129,7 @@ def test_a_vision_tower(tiny_vision_model, trained):
         assert growth(of_length) < 6
 
 
-def test_a_validation(tiny_model):
+def test_a_validation(tiny_model, growth):
     model = tiny_model("qwen3")
 
     def of_length(length: int) -> Callable[[], object]:
@@ -156,7 +142,7 @@ def test_a_validation(tiny_model):
         assert growth(of_length) < 6
 
 
-def test_mlxs_own_attention_grows_with_the_square(tiny_model):
+def test_mlxs_own_attention_grows_with_the_square(tiny_model, growth):
     """A control: the measurement tells the two apart. Its rows are longer, for much else grows with their length."""
     model = tiny_model("qwen3", num_hidden_layers=1)
     model.train()

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import activations, qwen3_5, qwen3_next
+from mlx_lm.models import activations, qwen3_next
 
 from beside import load
 from deltatune import patches
@@ -22,14 +22,10 @@ from deltatune.patches import patched
 from deltatune.patches.tables import activations as activation_records
 from deltatune.patches.tables import delta_layers, pointwise, residual_norms
 
-CALLS = load(Path(__file__).with_name("delta_calls.py"))
-whole, masked, packed, in_pieces = CALLS.whole, CALLS.masked, CALLS.packed, CALLS.in_pieces
+CALLS = load(Path(__file__).with_name("layer_calls.py"))
+whole = CALLS.whole
 
 pytestmark = pytest.mark.skipif(backend.device() == "cuda", reason="kernels keep the inputs alone there")
-SIZES = {"hidden_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 24}
-SIZES |= {"linear_key_head_dim": 16, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "head_dim": 16}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rope_theta": 1e4}
-SIZES |= {"attention_bias": False, "rope_scaling": None, "max_position_embeddings": 128}
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +33,6 @@ def patches_of_apple_gpus(monkeypatch):
     monkeypatch.setattr(recomputation, "LEAST", 1)
     others = (*activation_records.PATCHES, *activation_records.OF_MLX_VLM, residual_norms.NORM, pointwise.ATTENTION)
     monkeypatch.setattr(patches, "_of_device", lambda: (*delta_layers.PATCHES, *others))
-
-
-def delta_layer(family: str) -> nn.Module:
-    mx.random.seed(3)
-    if family == "qwen3_5":
-        return qwen3_5.GatedDeltaNet(qwen3_5.TextModelArgs(**{k: v for k, v in SIZES.items() if k in TEXT})).train()
-    return qwen3_next.Qwen3NextGatedDeltaNet(type("Sizes", (), SIZES)).train()
-
-
-TEXT = qwen3_5.TextModelArgs.__dataclass_fields__
 
 
 def results(module, run, *inputs):
@@ -97,10 +83,10 @@ class Convolution(nn.Module):
 def cases():
     x, gate, rows = draw((2, 21, 32), (2, 21, 4, 24), (2, 21, 4, 24))
     mx.random.seed(4)
-    attention = qwen3_next.Qwen3NextAttention(type("Sizes", (), SIZES))
+    attention = CALLS.attention()
     for family in ("qwen3_5", "qwen3_next"):
-        for run in (whole, masked, packed, in_pieces):
-            yield f"{family}, {run.__name__}", delta_layer(family), run, (x,)
+        for run in CALLS.RUNS:
+            yield f"{family}, {run.__name__}", CALLS.delta_layer(family), run, (x,)
     yield "attention", attention, lambda layer, x: layer(x, "causal"), (x,)
     yield "gated norm", qwen3_next.Qwen3NextRMSNormGated(24), lambda layer, *given: layer(*given), (rows, gate)
     yield "norm", nn.RMSNorm(32), whole, (x,)

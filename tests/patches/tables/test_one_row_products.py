@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+import one_row as planted
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
 from deltatune.patches import PatchReport, PatchWarning, apply, left_alone_for, patch, patched, revert
 from deltatune.patches.tables import one_row_products
 
-ROOT = Path(__file__).parents[3]
-
-
-def benchmark():
-    spec = importlib.util.spec_from_file_location("one_row_benchmark", ROOT / "benchmarks" / "one_row.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-planted = benchmark()
 NAMES = [record.name for record in one_row_products.PATCHES]
 ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses a BLAS")
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
@@ -287,18 +275,20 @@ def test_other_patches_are_asked_with_right_products(monkeypatch):
 @linux
 def test_doctor_sees_the_planted_fault(libraries):
     code = (
-        "import sys; from deltatune.cli import main; from deltatune.doctor import implementations, inventory\n"
-        # Of what it measures, the faults alone.
-        "implementations.findings, implementations.times, inventory._SIDE = list, list, 64\n"
-        "sys.exit(main(['doctor', '--json']))"
+        "import json; from deltatune.doctor import inventory, probes; from deltatune.patches import patched\n"
+        "with patched() as report:\n    fault = vars(probes.faults()[0])\n"
+        "names = [each.patch.name for each in report.applied]\n"
+        "inventory._SIDE = 64; print(json.dumps([fault, inventory.machine()['BLAS file'], names]))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env=planted.environment(libraries[0]), capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=planted.environment(libraries[0]),
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    fault = found["faults"][0]
+    fault, library, replaced = json.loads(result.stdout)
     assert fault["status"] == "avoided"
     assert str(libraries[0]) in fault["detail"]
-    assert found["machine"]["BLAS file"] == str(libraries[0])
-    assert {"matmul", "gather_mm"} <= {each["name"] for each in found["patches"]["applied"]}
+    assert library == str(libraries[0])
+    assert {"matmul", "gather_mm"} <= set(replaced)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from host_machine import HostMachine
-from mlx.utils import tree_flatten
 
+import model_gradients
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
-from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, gating, weighted_norms
-from deltatune.ops.pointwise.passes import BODIES, Passes
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm
 from last_place import parameters_one_unit_off
+from model_gradients import losses
 
 # Kernels run on the host machine, beside upstream's own functions: neither is a BLAS's.
 pytestmark = pytest.mark.any_blas
@@ -46,33 +43,21 @@ DAILY = [("qwen3_5", True), ("qwen3_next", False), ("olmo_hybrid", True), ("kimi
 WEEKLY = [pytest.param(family, not packed, marks=pytest.mark.weekly) for family, packed in DAILY]
 
 
-@pytest.fixture
-def machine(host_folder):
-    return HostMachine(host_folder, header("metal", (*BODIES, *weighted_norms.FILES)))
+def as_on_cuda(monkeypatch, passes_on_host) -> tuple[list[str], set[str]]:
+    """From here on the host machine runs every kernel on 8 elements or more: the passes and the norms that ran."""
+    normed: set[str] = set()
+    weighted = weighted_norms._function
 
-
-def as_on_cuda(monkeypatch, machine) -> set[str]:
-    """From here on the host machine runs every kernel on 8 elements or more. The set names those that ran."""
-    served: set[str] = set()
-    call, weighted = Passes.__call__, weighted_norms._function
-
-    def normed(kind, eps):
-        served.add(kind)
+    def function(kind, eps):
+        normed.add(kind)
         return weighted(kind, eps)
 
-    def recorded(self, *arrays):
-        served.add(next(name for name in NAMES if self.name.startswith(name)))
-        return call(self, *arrays)
-
-    monkeypatch.setattr(Passes, "__call__", recorded)
-    monkeypatch.setattr(Launch, "run", machine.run)
-    monkeypatch.setattr(Passes, "passes_trial", lambda self, *kinds, others=(): True)
-    monkeypatch.setattr(weighted_norms, "_function", normed)
+    monkeypatch.setattr(weighted_norms, "_function", function)
     monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     for module in (recomputation, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    return served
+    return passes_on_host(*weighted_norms.FILES), normed
 
 
 def conditioned(model, rows, owner, expected: dict[str, mx.array]) -> tuple[float, dict[str, float]]:
@@ -95,20 +80,17 @@ def together(norms: dict[str, float]) -> float:
 
 
 def gradients(model, rows, owner):
-    def loss(model):
+    def loss(model, rows):
         with segments(owner):
-            logits = model(rows[:, :-1])
-        return nn.losses.cross_entropy(logits, rows[:, 1:]).mean()
+            return losses(model, rows)
 
     with patched():
-        value, tree = nn.value_and_grad(model, loss)(model)
-        mx.eval(value, tree)
-    return value.item(), dict(tree_flatten(tree))
+        return model_gradients.gradients(model, loss, rows)
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="the host machine needs a CPU")
 @pytest.mark.parametrize(("family", "packed"), [*DAILY, *WEEKLY])
-def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, family, packed):
+def test_losses_and_gradients_stay_the_same(tiny_model, passes_on_host, monkeypatch, family, packed):
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     # Experts stay upstream's.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
@@ -118,11 +100,12 @@ def test_losses_and_gradients_stay_the_same(tiny_model, machine, monkeypatch, fa
     owner = mx.array(np.tile(np.repeat([0, 1, 2], 7), (2, 1))) if packed else None
     wanted, expected = gradients(model, rows, owner)
     condition = conditioned(model, rows, owner, expected)
-    served = as_on_cuda(monkeypatch, machine)
+    passes, normed = as_on_cuda(monkeypatch, passes_on_host)
     found, actual = gradients(model, rows, owner)
     convolution = "conv, silu and norms" if family in TOGETHER else "conv and silu"
     wanted_passes = SERVED[family] | NORMS | {f"{convolution} of documents" if packed else convolution}
-    assert served == wanted_passes
+    served = {next(name for name in NAMES if each.startswith(name)) for each in passes}
+    assert served | normed == wanted_passes
     assert found == pytest.approx(wanted, rel=1e-6)
     assert expected.keys() == actual.keys()
     # A kernel rounds a value in up to four places where upstream does not, by half a unit each: two units in all. Their

@@ -10,7 +10,7 @@ from deltatune.lora import DoRALinear, LoRALinear
 from deltatune.machine import backend
 from deltatune.ops.products import quantized_product
 from deltatune.patches import PatchWarning, patched
-from deltatune.patches.tables import quantized_product as patch
+from deltatune.patches.tables import products as patch
 
 pytestmark = pytest.mark.skipif(backend.device() not in quantized_product.ROWS, reason="Metal has products of its own")
 

@@ -1,4 +1,4 @@
-"""The replaced mx.gather_mm is right over a product that misreads single rows as MLX's does on CUDA."""
+"""The replaced mx.gather_mm is right over a product that misreads rows as MLX's does on CUDA; no gaps after loading."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from deltatune import patches, upstream
 from deltatune.machine import backend, compiling
 from deltatune.patches import patched
 from deltatune.patches.tables import sorted_rows
 from deltatune.patches.tables.sorted_rows import _agrees, _gather_mm
-from layouts import row_distance
+from layouts import has_gaps, row_distance
 
 # The tuple hides the function from the patches, which would replace it in this module too.
 UPSTREAM = (mx.gather_mm,)
@@ -116,3 +116,44 @@ def test_upstreams_experts_answer_without_kernels(mended, monkeypatch):
     hidden = hidden[1] * mx.sigmoid(hidden[1]) * hidden[0]
     expected = (hidden[:, :, :, None] * down).sum(-1)
     assert (float(mx.abs(found - expected).max()) < 1e-5 * float(mx.abs(expected).max())) == mended
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (SwitchLinear(8, 5, 3, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(8)
+
+
+@pytest.fixture
+def halves():
+    """Weights with gate and up as slices of one array, as mlx-lm's sanitize makes them."""
+    both = mx.random.normal((3, 10, 8))
+    mx.eval(both)
+    return [("gate.weight", both[:, :5]), ("up.weight", both[:, 5:]), ("norm.weight", mx.ones(8))]
+
+
+@pytest.mark.any_blas
+@pytest.mark.parametrize(("device", "expected"), [("cpu", [True, True]), ("cuda", [False, False])])
+def test_slices_are_copied_on_cuda(device, expected, halves, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(patches, "ON_CUDA", sorted_rows.ON_CUDA)
+    model = Model()
+    with patched() as report:
+        model.load_weights(halves)
+    assert report.complete
+    assert [has_gaps(model.gate.weight), has_gaps(model.up.weight)] == expected
+    assert mx.array_equal(model.gate.weight, halves[0][1])
+    assert mx.array_equal(model.up.weight, halves[1][1])
+
+
+@pytest.mark.any_blas
+def test_files_and_strictness_are_upstreams(halves, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(patches, "ON_CUDA", sorted_rows.ON_CUDA)
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), dict(halves))
+    with patched():
+        assert mx.array_equal(Model().load_weights(str(tmp_path / "w.safetensors")).up.weight, halves[1][1])
+        with pytest.raises(ValueError, match="Missing 1 parameters"):
+            Model().load_weights(halves[:2])
+        Model().load_weights(halves[:2], strict=False)

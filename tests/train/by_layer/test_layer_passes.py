@@ -12,7 +12,7 @@ from deltatune.train.by_layer.layer_functions import signature
 from deltatune.train.by_layer.layer_passes import LayerPasses
 from deltatune.train.evaluation.nonfinite import first_place
 from deltatune.train.setup import training
-from layer_runs import assert_same_bits, batch, by_layers, loaded, options, whole
+from layer_runs import assert_same_bits, batch, by_layers, loaded, options, served, whole
 
 CASES = {
     "DoRA": ("qwen3_5", {"fine_tune_type": "dora"}),
@@ -92,16 +92,12 @@ def test_nonfinite_tensor_is_named_as_in_a_whole_step(tiny_checkpoint, where):
         more = {"gradient": mx.sqrt(logits * 0).sum(), "loss": mx.log(mx.array(0.0))}
         return total + more.get(where, 0), weights.sum()
 
-    with training(model, config, compare=False) as trained:
+    watched = [(f"layer {index}", layer) for index, layer in enumerate(model.layers)]
+    with training(model, config, compare=False):
         model.train()
-        layers = [layer.module for layer in trained.layers]
-        watched = [(f"layer {index}", layer) for index, layer in enumerate(layers)]
         expected = first_place(model, loss, given, watched)
-        stored.place(model, layers, range(4))
-        passes = LayerPasses(model, loss, stored)
-        with passes.served():
-            assert first_place(model, loss, given, watched, passes) == expected
-        stored.close()
+    with served(model, stored, config, loss) as (_, passes):
+        assert first_place(model, loss, given, watched, passes) == expected
     said = {"output": "output of layer 2", "gradient": "reaches the output of layer 3", "loss": "but the loss is not"}
     assert said.get(where, "None") in str(expected)
 
@@ -145,13 +141,10 @@ def test_two_batches_of_other_shapes_and_rules(tiny_checkpoint):
         model.train()
         expected = [mean_loss_and_gradients(model, trained.loss, arrays(each)) for each in batches]
         mx.eval(expected)
-        stored.place(model, [layer.module for layer in trained.layers], range(4))
-        passes = LayerPasses(model, trained.loss, stored)
-        with passes.served():
-            for given, wanted in zip(batches, expected, strict=True):
-                found = passes.gradients(arrays(given), model.trainable_parameters(), mx.random.key(0))
-                assert_same_bits(wanted, found)
-        stored.close()
+    with served(model, stored, config) as (_, passes):
+        for given, wanted in zip(batches, expected, strict=True):
+            found = passes.gradients(arrays(given), model.trainable_parameters(), mx.random.key(0))
+            assert_same_bits(wanted, found)
 
 
 def test_no_more_than_two_layers_are_in_memory(tiny_checkpoint):

@@ -18,6 +18,7 @@ from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
+from killed_runs import adapters
 from layer_runs import assert_same_bits, by_layers, options, whole
 from vision_runs import options as run_flags
 
@@ -181,7 +182,3 @@ def test_cached_features_stay_within_the_bound(of_large_pictures, many_pictures,
     assert planned + kept <= memory
     assert kept == 8 * FEATURES if more else kept < 3 * FEATURES
     assert more == 0 or re.search(r"features of images take up to [\d.]+ [MG]B of the rest", said)
-
-
-def adapters(folder):
-    return (folder / "adapters.safetensors").read_bytes()

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from deltatune.data import Batch
-from deltatune.errors import UserError
 from deltatune.train.batch_loss import full_loss
-from deltatune.train.evaluation.nonfinite import cause, first_place, refuse_damaged
+from deltatune.train.evaluation.nonfinite import cause, damage, first_place
 
 
 class Layer(nn.Module):
@@ -95,10 +94,9 @@ def test_a_parameter_behind_the_first_layer(model, watched):
 
 
 def test_a_tensor_that_is_not_finite_before_the_step(model):
-    refuse_damaged(model)
+    assert damage(model) is None
     model.head.bias = model.head.bias * float("nan")
-    with pytest.raises(UserError, match=r"1 of the model's 9 tensors hold NaN or infinity, the first head.bias"):
-        refuse_damaged(model)
+    assert "1 of the model's 9 tensors hold NaN or infinity, the first head.bias" in damage(model)
 
 
 def test_the_batch_is_named_and_the_layers_are_as_before(model, watched):

@@ -59,7 +59,7 @@ def expected_gradient(settings, scored):
     possible = probabilities > 0
     weights = np.where(possible, probabilities, 0)[:, None].repeat(2, 1)
     rollouts = {
-        "advantages": mx.array((REWARDS - baseline).astype(np.float32)),
+        "advantages": mx.array((REWARDS - baseline).astype(np.float32)[:, None].repeat(2, 1)),
         "sampled": mx.array(np.where(possible[:, None], sampled, 0).astype(np.float32)),
         "total": mx.array(1.0),
         "figures": mx.zeros((2, 1)),

@@ -97,7 +97,7 @@ def test_services_get_metrics_and_samples_through_their_own_libraries(tmp_path, 
     log.send({"iteration": 7, "train_loss": 1.5, "samples": [SAMPLE]}, services)
     for service in services:
         service.close()
-    table = (["iteration", "prompt", "expected", "answer"], [[7, "one\n*two*", "four", "three"]])
+    table = (["iteration", "prompt", "expected", "answer", "reward"], [[7, "one\n*two*", "four", "three", None]])
     text = (7, ("samples/1", "    one\n    *two*\n\n---\n\n    four\n\n---\n\n    three"))
     for call in (
         ("add_scalar", ("train_loss", 1.5, 7), {}),

@@ -110,8 +110,10 @@ def test_every_text_is_escaped(page):
         assert escaped in page
 
 
-def test_figures_curves_options_and_versions_are_there(page):
-    for shown in ("accuracy", "3 % → 97 %", "1.2500", "1,234", "2.5 GB", "2.5 min", "iters", "mlx-lm"):
+def test_figures_curves_options_and_facts_of_the_run_are_there(page):
+    figures = ("accuracy", "3 % → 97 %", "1.2500", "1,234", "2.5 GB", "2.5 min", "iters", "mlx-lm")
+    about = (f"{datetime.date.today():%Y-%m-%d}", "some/data; 44 training examples", "lora, 5 of 100 numbers")
+    for shown in (*figures, *about):
         assert shown in page
     assert ("OpenBLAS" in page) == (backend.device() == "cpu")
     assert [plot["title"] for plot in drawn(page)] == ["Loss per token", "Learning rate", "Peak memory, GB"]
@@ -265,11 +267,6 @@ def test_any_range_can_be_drawn(tmp_path):
     assert (len(seen["titles"]), seen["broken"]) == (7, False)
     # The last range needs a logarithmic axis.
     assert seen["pressed"] == ["false"] * 6 + ["true"]
-
-
-def test_date_data_and_what_trained_are_there(page):
-    for shown in (f"{datetime.date.today():%Y-%m-%d}", "some/data; 44 training examples", "lora, 5 of 100 numbers"):
-        assert shown in page
 
 
 def test_options_that_differ_are_a_file_with_which_the_run_is_repeated(tmp_path):

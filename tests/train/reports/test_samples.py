@@ -1,5 +1,6 @@
 """Tests the answers that a run reports while it trains, and that they change nothing else of it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def samples(loaded):
 
     def make(*prompts, plain_text=False, tokenizer=loaded.tokenizer, **options):
         config = TrainConfig(sample_prompts=list(map(str, prompts)), **options)
-        return Samples(loaded.model, tokenizer, config, plain_text=plain_text)
+        return Samples(dataclasses.replace(loaded, tokenizer=tokenizer), config, plain_text=plain_text)
 
     return make
 
@@ -134,7 +135,7 @@ def test_the_answer_of_a_row_is_expected_as_training_teaches_it(with_tools, tmp_
     file, tokenizer = tmp_path / "valid.jsonl", with_tools.tokenizer
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainConfig(sample_prompts=[str(file)], chat_template_config={"enable_thinking": False})
-    prompts = Samples(with_tools.model, tokenizer, config).prompts
+    prompts = Samples(with_tools, config).prompts
     call = "<tool_call>\n<function=open>\n<parameter=day>\nMonday\n</parameter>\n</function>\n</tool_call>"
     assert [prompt.expected for prompt in prompts] == ["so", "at 9", call, None]
     assert "# Tools" in tokenizer.decode(prompts[2].tokens)

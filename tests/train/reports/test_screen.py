@@ -1,9 +1,12 @@
 """Tests the output of a run: plain lines in a pipe, and a panel, columns and a bar that fit a terminal."""
 
+import contextlib
 import errno
 import io
 import os
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from rich.cells import cell_len
@@ -47,17 +50,9 @@ def test_durations(seconds, text):
 
 
 def test_lines_hold_every_figure():
-    record = {
-        "iteration": 10,
-        "train_loss": 1.23456,
-        "grad_norm": None,
-        "learning_rate": 1e-5,
-        "iterations_per_second": 2.5,
-        "tokens_per_second": 12345.6,
-        "peak_memory": 1.5,
-    }
+    record = RECORD | {"iteration": 10, "grad_norm": None, "peak_memory": 1.5}
     assert train_line(record, 20, 4.0) == (
-        "Iter 10/20: train loss 1.2346, grad norm -, lr 1e-05, 2.5 it/s, 12,346 tok/s, peak 1.5 GB, 0:04 left"
+        "Iter 10/20: train loss 1.2346, grad norm -, lr 1.25e-05, 2.5 it/s, 123,457 tok/s, peak 1.5 GB, 0:04 left"
     )
     assert "grad norm 0.5," in train_line(record | {"grad_norm": 0.5}, 20, 4.0)
     assert "peak 11.4 MB," in train_line(record | {"peak_memory": 0.0114}, 20, 4.0)
@@ -260,3 +255,32 @@ def test_the_bar_of_a_terminal_that_was_closed_ends_no_run():
     screen.stop()
     screen.start(0, 2)
     screen.stop()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_notebook_draws_the_bar_where_it_has_widgets(monkeypatch, installed):
+    drawn = []
+
+    class Output(contextlib.AbstractContextManager):
+        def __exit__(self, *_):
+            return None
+
+        def clear_output(self, wait):
+            drawn.append(wait)
+
+        def close(self):
+            drawn.append("closed")
+
+    display, widgets = ModuleType("IPython.display"), ModuleType("ipywidgets")
+    display.display = lambda shown: drawn.append(getattr(shown, "text", shown))
+    widgets.Output = Output
+    widgets.__spec__ = ModuleSpec("ipywidgets", None)
+    for name, module in (("IPython", ModuleType("IPython")), ("IPython.display", display), ("ipywidgets", widgets)):
+        monkeypatch.setitem(sys.modules, name, module)
+    if not installed:
+        monkeypatch.setattr("deltatune.train.reports.screen.find_spec", lambda name: None)
+    screen = Screen(console=Console(force_jupyter=True, width=100))
+    screen.start(0, 4)
+    screen.advance(3, 1.5, 20.0)
+    screen.stop()
+    assert any(isinstance(one, Output) for one in drawn) is ("closed" in drawn) is installed

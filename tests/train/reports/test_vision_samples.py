@@ -156,7 +156,7 @@ def test_pictures_need_a_vision_tower(model, folder, checkpoint):
     config = TrainConfig(sample_prompts=[str(folder / "asked" / "prompts.jsonl")])
     text = load(checkpoint)
     with pytest.raises(UserError, match=r"prompts.jsonl:1: images in a prompt, and none in the training data"):
-        Samples(text.model, text.tokenizer, config)
+        Samples(text, config)
     vision = load(model, image="a test")
     with pytest.raises(UserError, match=r"give the Trainer processor=loaded\.processor"):
-        Samples(vision.model, vision.tokenizer, config)
+        Samples(dataclasses.replace(vision, processor=None), config)

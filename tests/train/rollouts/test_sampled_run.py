@@ -100,6 +100,58 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["sampling/outside"] == 0
 
 
+def test_each_report_shows_the_best_the_middle_and_the_worst_answer(trainer_of, tmp_path, capsys):
+    rewards = Letters()
+    trainer_of(rewards=rewards, iters=3, grad_accumulation_steps=3).run()
+    answers = records(tmp_path / "out")[1]["samples"]
+    (prompts, texts, columns), weights = rewards.calls[0], rewards.weights
+    totals = weights @ Letters()(prompts, texts, columns, lambda: None)
+    ranked = sorted(totals, reverse=True)
+    expected = [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
+    assert [float(answer["reward"]) for answer in answers] == pytest.approx(expected, abs=1e-3)
+    for answer in answers:
+        assert (answer["prompt"], answer["answer"]) in zip(prompts, texts, strict=True)
+    shown = capsys.readouterr().out
+    assert all(f"(reward {answer['reward']})" in shown for answer in answers)
+    report = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "Sampled answers" in report
+    assert "metrics.jsonl has all of them" in report
+
+
+def test_an_evaluation_samples_with_the_same_rewards(trainer_of, tmp_path, capsys, rows):
+    """Its randomness is its own: it changes no bit of training, and it is the same in each evaluation."""
+    lines = rows.read_text().splitlines(keepends=True)
+    for split, part in (("train", lines), ("valid", lines[:5]), ("test", lines[:3])):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(part))
+    rewards = Letters()
+    trainer_of("plain", data=str(tmp_path / "data"), val_batches=0, iters=2).run()
+    options = {"val_batches": -1, "steps_per_eval": 1, "test": True, "early_stopping": 2, "iters": 2}
+    trainer_of(rewards=rewards, data=str(tmp_path / "data"), **options).run()
+    evaluations = [record for record in records(tmp_path / "out") if "val_loss" in record]
+    assert [record["iteration"] for record in evaluations] == [0, 1, 2]
+    # Five prompts in batches of two, with four answers each.
+    assert sorted(len(call[1]) for call in rewards.calls[:3]) == [4, 8, 8]
+    totals = [rewards.weights @ Letters()(*call, lambda: None) for call in rewards.calls[:3]]
+    mean = np.concatenate(totals).mean()
+    assert evaluations[0]["val_reward"] == pytest.approx(mean, abs=1e-5)
+    assert evaluations[0]["val_loss"] == pytest.approx(-mean, abs=1e-5)
+    assert "Test loss " in capsys.readouterr().out
+    plain, evaluated = (tmp_path / name / "adapters.safetensors" for name in ("plain", "out"))
+    assert plain.read_bytes() == evaluated.read_bytes()
+
+
+def test_a_run_ends_where_the_validation_reward_no_longer_rises(trainer_of, tmp_path, rows, capsys):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text(rows.read_text())
+    options = {"val_batches": 1, "steps_per_eval": 1, "early_stopping": 1, "learning_rate": 1e-9}
+    result = trainer_of(data=str(tmp_path / "data"), **options).run()
+    assert result.stopped_early
+    assert result.iterations < 6
+    assert "Stopping early after iteration" in capsys.readouterr().out
+
+
 class LowTokens:
     """Rewards the share of tokens of an answer that are below a quarter of the vocabulary."""
 
@@ -115,9 +167,31 @@ class LowTokens:
 
 def test_a_run_learns(trainer_of, tmp_path):
     trainer_of(rewards=LowTokens(), iters=24, batch_size=4, num_generations=8, steps_per_report=4).run()
-    rewards = [record["reward"] for record in records(tmp_path / "out")]
+    rewards = [record["reward"] for record in records(tmp_path / "out") if "reward" in record]
     assert rewards[0] < 0.45
     assert rewards[-1] > rewards[0] + 0.2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "beta": 0.1, "loss_variant": "grpo"}], ids=str)
+def test_packed_answers_have_the_gradients_of_rows_of_their_own(options, trainer_of, tmp_path, run_with):
+    """Some prompts are far longer than others, so that several short ones share a row with their answers."""
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"question {n} " + "dog " * (8 * (n % 2)), "letter": "aeiou"[n % 5]} for n in range(6)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    batches: dict[bool, list[Any]] = {False: [], True: []}
+    for pack in batches:
+        more = {"data": str(rows), "iters": 3 * options.get("num_iterations", 1), "learning_rate": 1e-5}
+        trainer = trainer_of(str(pack), LowTokens(), pack=pack, **more | options)
+        run_with(trainer, lambda _, batch, seen=batches[pack]: seen.append(batch))
+    assert min(len(batch.inputs) for batch in batches[True]) < min(len(batch.inputs) for batch in batches[False])
+    apart, packed = (
+        [record for record in records(tmp_path / str(pack)) if "train_loss" in record] for pack in (False, True)
+    )
+    for one, other in zip(apart, packed, strict=True):
+        for name in ("train_loss", "grad_norm", "reward", "entropy", "sampling/sampling_logp_difference/mean"):
+            # The second pass has no rewards. Sums near 0 are of log-probabilities near 5, in fp32.
+            assert (name in other) == (name in one)
+            assert other.get(name, 0) == pytest.approx(one.get(name, 0), rel=1e-3, abs=2e-6)
 
 
 OTHERS = {
@@ -195,6 +269,8 @@ def test_ranks_sample_their_own_answers_and_continue(launch, options, tmp_path):
         "scale_rewards": "batch",
         "reward_funcs": ["length:3", "regex:[a-m]$"],
         "steps_per_report": 1,
+        "steps_per_eval": 6,
+        "val_batches": 1,
         "save_every": 100,
     }
     for folder, iterations in (("straight", 6), ("stopped", 3), ("stopped", 6)):
@@ -203,7 +279,8 @@ def test_ranks_sample_their_own_answers_and_continue(launch, options, tmp_path):
         done = launch(run, *resume)
         assert done.returncode == 0, done.stderr
     straight, stopped = records(tmp_path / "straight"), records(tmp_path / "stopped")
-    assert [r.get("reward") for r in straight] == [r.get("reward") for r in stopped]
+    assert any("val_reward" in record for record in straight)
+    assert [r["reward"] for r in straight if "reward" in r] == [r["reward"] for r in stopped if "reward" in r]
     assert (tmp_path / "straight/adapters.safetensors").read_bytes() == (
         tmp_path / "stopped/adapters.safetensors"
     ).read_bytes()

@@ -28,7 +28,7 @@ class RolloutBatch:
     """The sampled answers of a batch of B rows of T positions. Numbers of other positions are 0.
 
     Args:
-        advantages: float32 [B], the advantage of each row's answer.
+        advantages: float32 [B, T], the advantage of the answer that each target is part of.
         sampled: float32 [B, T], the log-probability of each target when it was sampled.
         total: float32 [], the number by which the batch's sum of losses is divided; it counts dropped answers, too.
         figures: float32 [2, F], sums of figures, and of how many numbers each is the sum.

@@ -111,7 +111,11 @@ class BatchOrder:
 
     def next_examples(self) -> list[Example]:
         """Return this rank's documents of the next batch, in the place of the batch."""
-        share = self._next_rows()[self._rank :: self._world]
+        return self._documents(self._next_rows())
+
+    def _documents(self, rows: list[int]) -> list[Example]:
+        """Return this rank's documents of the rows of a batch."""
+        share = rows[self._rank :: self._world]
         return [
             document for row in share for number in self._rows[row] for document in self._examples[number].documents
         ]
@@ -126,6 +130,10 @@ class BatchOrder:
     def epoch(self, number: int = 0) -> Iterator[Batch]:
         """Iterate over the batches of one epoch, for evaluation; the endless iteration stays where it is."""
         return (self._batch(rows) for rows in self._epoch_plan(number))
+
+    def epoch_examples(self) -> Iterator[list[Example]]:
+        """Iterate over this rank's documents of each batch of epoch(), in the place of the batches."""
+        return map(self._documents, self._epoch_plan(0))
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data, as JSON values from which `restore` continues with the same batches."""

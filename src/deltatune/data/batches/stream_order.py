@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import UserError
 from ..example import Example, Splits
-from ..rows.row_streams import JsonLines, Place, StreamedDataset
+from ..rows.sources import JsonLines, Place, StreamedDataset
 from .batch import Batch, bucket_widths
 from .order import BatchOrder
 

@@ -25,8 +25,8 @@ import jinja2
 
 from ...errors import UserError, reason
 from ...machine import bare_program
-from ...machine.child_memory import memory_of
 from ...machine.environment import cores
+from ...machine.host_memory import memory_of
 from ...upstream import chat_template_code, hugging_face_tokenizer
 from ..rows.row_formats import Conversation, PlainText
 from .chat_rows import Marks, RefusalError

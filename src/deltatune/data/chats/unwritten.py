@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from ...errors import UserError
 from ..rows.row_formats import ASSISTANT, TOOL, TOOL_CALLS, Conversation
-from ..rows.turn_marks import MARKS
-from ..rows.unread_columns import is_absent
+from ..rows.unread_columns import MARKS, is_absent
 from .rendering import ChatRow
 from .template_probes import REASONING
 

@@ -12,8 +12,17 @@ from typing import Any
 from ...errors import UserError
 from ...options.chat_template import checked_options
 from ...options.config import nearest
-from .turn_marks import WEIGHT, unmarked
-from .unread_columns import TEXT_KEYS, TOOLS, is_absent, refuse_judged, refuse_unknown_keys, refuse_unread_marks, unread
+from .unread_columns import (
+    TEXT_KEYS,
+    TOOLS,
+    WEIGHT,
+    is_absent,
+    refuse_judged,
+    refuse_unknown_keys,
+    refuse_unread_marks,
+    unmarked,
+    unread,
+)
 
 TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
 CAPTION = "caption"

@@ -1,4 +1,8 @@
-"""Opens the tables that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk."""
+"""Opens the tables and streams that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk.
+
+A stream is read some rows at a time and never held whole. Each reading returns the place after it, from which another
+process continues with the same rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ from ...machine.environment import expanded
 from .arrow_rows import as_written, may_hold_media
 
 Rows = Iterator[tuple[str, Any]]
+# A place in a stream, as JSON values; None is its beginning.
+Place = Any
 
 # The separators of a CSV file in the place of commas.
 _SEPARATORS = (";", "\t", "|")
@@ -58,7 +65,7 @@ def jsonl(path: Path) -> DataTable:
         with path.open("rb") as file:
             count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
+        raise UserError(_unreadable(path, error)) from error
     return DataTable(
         str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: file_digest(path)
     )
@@ -304,7 +311,7 @@ def json_file(path: Path) -> DataTable:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
+        raise UserError(_unreadable(path, error)) from error
     if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return jsonl(path)
     objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
@@ -414,3 +421,105 @@ def _csv_files(path: str, options: dict[str, Any]) -> tuple[Any, dict[str, list[
     # An archive may hold several files, or others than CSV.
     plain = all(of_split[0].endswith((".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")) for of_split in files.values())
     return config, files if plain and hasattr(config, "pd_read_csv_kwargs") else {}
+
+
+class JsonLines:
+    """A JSONL file as a stream. A place is the number of bytes and of lines before it.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: The file cannot be read; while rows are read, it names the file and line of a bad one.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self.name = path, str(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise UserError(_unreadable(path, error)) from error
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, each with its source, and the place after them.
+
+        There are fewer than `count` rows only at the end of the data.
+        """
+        offset, number = place or (0, 0)
+        rows: list[tuple[str, Any]] = []
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                while len(rows) < count and (raw := file.readline()):
+                    offset, number = offset + len(raw), number + 1
+                    row = parsed(raw, self._path, number)
+                    if row is not None:
+                        rows.append((f"{self._path}:{number}", row[0]))
+        except OSError as error:
+            raise UserError(_unreadable(self._path, error)) from error
+        return rows, [offset, number]
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be read ({error.strerror}); expected a readable file."
+
+
+@dataclass
+class StreamedDataset:
+    """A data set that the datasets library streams. A place is the library's own state, with the number of rows.
+
+    Args:
+        name: The stream's name in messages.
+        begin: The number of the first row in messages.
+        path: The data set's name on the hub, or its folder.
+        split: The split.
+        options: Further arguments of `datasets.load_dataset`.
+    """
+
+    name: str
+    begin: int
+    path: str
+    split: str
+    options: dict[str, Any]
+    # The rows from the place at which the last reading ended, so that a stream is not opened again for each reading.
+    _open: tuple[Place, Any, Iterator[Any]] | None = field(default=None, repr=False)
+
+    def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
+        """Return up to `count` rows from a place, as JsonLines.read does."""
+        dataset, rows = self._at(place)
+        self._open = None
+        start = 0 if place is None else place["rows"]
+        rows_read: list[Any] = []
+        try:
+            rows_read.extend(islice(rows, count))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.name} row {self.begin + start + len(rows_read)}: cannot be read: {first_line(error)}; the data "
+                "are damaged, incomplete or out of reach."
+            ) from error
+        after = {"rows": start + len(rows_read), "state": dataset.state_dict()}
+        self._open = (after, dataset, rows)
+        read = enumerate((as_written(row, dataset.features) for row in rows_read), self.begin + start)
+        return [(f"{self.name} row {number}", row) for number, row in read], after
+
+    def _at(self, place: Place) -> tuple[Any, Iterator[Any]]:
+        if self._open is not None and place is not None and self._open[0] == place:
+            return self._open[1:]
+        dataset = load_hugging_face(self.path, self.split, self.options, streaming=True)[self.split]
+        if place is not None:
+            dataset.load_state_dict(place["state"])
+        return dataset, iter(dataset)
+
+
+def hugging_face_streams(
+    name: str, split: str | None = None, options: dict[str, Any] | None = None
+) -> dict[str, StreamedDataset]:
+    """Open the data sets of hugging_face() as streams; a UserError, too, where `split` is a part of one."""
+    if split is not None and "[" in split:
+        raise UserError(
+            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
+            "val_batches: 0 for no validation."
+        )
+    splits = load_hugging_face(name, split, options or {}, streaming=True)
+    names = names_of(name, splits, options or {})
+    return {key: StreamedDataset(*names[key], name, key, options or {}) for key in splits}

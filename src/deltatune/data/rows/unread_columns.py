@@ -1,4 +1,4 @@
-"""Refuses keys and tells of columns that say something and are not read: they would be lost silently."""
+"""Reads the marks of turns, refuses keys and tells of columns that are not read: they would be lost silently."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from ...options.values import nearest
 # The keys of a part of a message that is text.
 TEXT_KEYS = ("type", "text")
 
+# Marks that leave a turn of a conversation out of the loss.
+WEIGHT = "weight"
+# OpenAI and Mistral; LLaMA-Factory; axolotl, twice; ms-swift and xtuner. A false or 0 leaves the turn out.
+_LEARNT = (WEIGHT, "loss_weight", "train", "training", "loss")
+# torchtune: a true leaves the turn out.
+_MASKED = "masked"
+# axolotl's marks of parts of a turn.
+_PARTS = ("train_detail", "training_detail")
+MARKS = (*_LEARNT, _MASKED, *_PARTS)
 # Whether an answer is a good one: the column of TRL, and that of LLaMA-Factory.
 _JUDGED = ("label", "kto_tag")
 _ALIKE = "good and bad answers are imitated alike; remove the bad ones"
@@ -119,3 +128,28 @@ def unread(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
 
 def _is_true(value: Any) -> bool:
     return value is True or (isinstance(value, str) and value.strip().lower() == "true")
+
+
+def counts(message: Mapping[str, Any], number: int, source: str) -> bool:
+    """Return whether a message of the assistant, `number` of its conversation, counts in the loss: no mark denies it.
+
+    Raises:
+        UserError: A mark has a value that says neither, or marks parts of a turn.
+    """
+    marks = {name: message[name] for name in MARKS if message.get(name) is not None}
+    for name, value in marks.items():
+        where = f"{source}: message {number}"
+        if name in _PARTS:
+            raise UserError(
+                f"{where}: {name!r} marks parts of a turn, which are not told apart; mark whole messages "
+                f'with "{WEIGHT}": 0.'
+            )
+        if value not in (0, 1):
+            expected = "0 or 1" if "weight" in name else "true or false"
+            raise UserError(f'{where}: expected "{name}" {expected}, got {value!r}.')
+    return all(bool(value) != (name == _MASKED) for name, value in marks.items())
+
+
+def unmarked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of the assistant that does not count, whatever its own marks say."""
+    return {name: value for name, value in message.items() if name not in MARKS} | {WEIGHT: 0}

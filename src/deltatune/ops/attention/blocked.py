@@ -17,6 +17,8 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import refuse_second_derivative, with_gradient, without_vmap
+from ..tracing import trace
+from ..tracing.turns import blank, turns
 
 _Arrays = tuple[mx.array, ...]
 _Function = Callable[..., _Arrays]
@@ -112,8 +114,13 @@ def _forward_by(options: BlockedOptions) -> _Function:
 def _forward(
     options: BlockedOptions, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array, *extra: mx.array
 ) -> tuple[mx.array, mx.array]:
-    ys, shares = [], []
+    ys: list[mx.array] = []
+    shares: list[mx.array] = []
     for part in _parts(options, [q], k, v, sinks, extra):
+        if isinstance(part, int):
+            ys.append(blank(ys[-1], part, ys[-1:]))
+            shares += [blank(shares[-1], part, ys[-1:])] if shares[-1].size else []
+            continue
         y = mx.zeros((*part.queries[0].shape[:4], v.shape[3]), q.dtype)
         share = mx.zeros(y.shape[:4] if part.shared else (0,), mx.float32)
         for block in part.blocks():
@@ -126,7 +133,7 @@ def _forward(
             y[..., block.first : block.last, :] = result.astype(q.dtype)
         ys.append(y)
         shares.append(share)
-    return _joined(ys, (*q.shape[:3], v.shape[3])), _joined(shares, q.shape[:3]) if part.shared else shares[0]
+    return _joined(ys, (*q.shape[:3], v.shape[3])), _joined(shares, q.shape[:3]) if shares[0].size else shares[0]
 
 
 def _backward(
@@ -142,6 +149,11 @@ def _backward(
     along = [q, dy] + ([share[..., None]] if share.size else [])
     results: tuple[list[mx.array], ...] = ([], [], [], [])
     for part in _parts(options, along, k, v, sinks, extra):
+        if isinstance(part, int):
+            after = [of_parts[-1] for of_parts in results]
+            for of_parts in results:
+                of_parts.append(blank(of_parts[-1], part, after))
+            continue
         dq, dk, dv = mx.zeros(part.queries[0].shape, q.dtype), mx.zeros_like(part.k), mx.zeros_like(part.v)
         dsinks = mx.zeros(part.sinks.shape)
         for block in part.blocks():
@@ -198,17 +210,20 @@ class _Part:
         """Whether the weights of a row may sum to less than 1, because it has a sink or may see no key."""
         return self.options.with_sinks or self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]
 
-    def blocks(self) -> Iterator[QueryBlock]:
+    def blocks(self) -> list[QueryBlock]:
+        """Return the blocks that see a key, in order; in the trace of a plan, the first and the last one alone."""
         (*heads, queries, _), keys, options = self.queries[0].shape, self.k.shape[3], self.options
         ahead, first = keys - queries, 0
+        blocks: list[QueryBlock] = []
         while first < queries:
             rows = options.scores // (heads[0] * heads[1] * heads[2] * self._seen(first + ahead, keys))
             last = min(queries, first + max(_FEWEST, min(_MOST, rows // _FEWEST * _FEWEST)))
             low = 0 if options.window is None else max(0, first + ahead - options.window + 1)
             high = min(keys, last + ahead) if options.causal else keys
             if high > low:
-                yield QueryBlock(first, last, low, high)
+                blocks.append(QueryBlock(first, last, low, high))
             first = last
+        return [blocks[0], blocks[-1]] if len(blocks) > 2 and trace.current().shortened else blocks
 
     def _seen(self, position: int, keys: int) -> int:
         """Return about how many keys the query at `position` sees."""
@@ -287,8 +302,11 @@ def _parts(
     v: mx.array,
     sinks: mx.array,
     extra: Sequence[mx.array],
-) -> Iterator[_Part]:
-    """Yield the parts of a call; `queries` are arrays [B, Hq, Tq, any], `extra` its segments and its mask, if any."""
+) -> Iterator[_Part | int]:
+    """Yield the parts of a call, or the number of those that are left out of the trace of a plan (turns.py).
+
+    `queries` are arrays [B, Hq, Tq, any], `extra` the segments and the mask, if any.
+    """
     batch, heads = k.shape[:2]
     rows = [x.reshape(batch, heads, -1, *x.shape[2:]) for x in queries]
     sinks = sinks.reshape(heads, -1)
@@ -315,6 +333,6 @@ def _parts(
     seen = k.shape[2] if options.window is None else min(k.shape[2], options.window + _MOST)
     most = options.scores // (rows[0].shape[2] * min(_MOST, rows[0].shape[3]) * seen)
     together = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, most))
-    for b in range(batch):
-        for h in range(0, heads, together):
-            yield part(slice(b, b + 1), slice(h, h + together))
+    parts = [(slice(b, b + 1), slice(h, h + together)) for b in range(batch) for h in range(0, heads, together)]
+    for turn in turns(range(len(parts) + 1)):
+        yield turn.left_out or part(*parts[turn.start])

@@ -64,8 +64,10 @@ def trial_case(shape: KernelShape) -> Case[Implementation]:
     return case_of(shape, drawn(shape, _LENGTH, _KEY_HEADS))
 
 
-def timed_case(shape: KernelShape) -> Case[Implementation]:
-    """Return the case on which implementations are timed."""
+def timed_case(shape: KernelShape, *, length: int | None = None) -> Case[Implementation]:
+    """Return the case on which implementations are timed, on rows of another length where one is given."""
+    if length is not None:
+        return case_of(shape, drawn(shape, length, _TIMED_KEY_HEADS if length < _LONGEST_TIMED else 1))
     if shape.longer_than:
         return case_of(shape, drawn(shape, min(2 * shape.longer_than, _LONGEST_TIMED), 1))
     return case_of(shape, drawn(shape, _TIMED_LENGTH, _TIMED_KEY_HEADS))

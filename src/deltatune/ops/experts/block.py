@@ -22,6 +22,7 @@ from ...machine import backend
 from ..functional import is_floating, not_differentiated_again, refuse_second_derivative, with_gradient
 from ..pointwise import scored_swiglu, silu
 from ..tracing import trace
+from ..tracing.turns import blank, turns
 from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
 from .readers import InnerRows, Readers
@@ -152,14 +153,19 @@ class _Block:
         dtype = mx.float32 if self.in_fp32 else result_dtype
         total = mx.zeros((x.shape[0] if self.summed else scores.size, down.outputs), dtype)
         for_backward: list[mx.array] = []
-        for number in range(layout.chunks):
+        of_chunk: list[mx.array] = []
+        for number, _, left_out in turns(range(layout.chunks + 1)):
+            if left_out:
+                for_backward += [blank(array, left_out * len(array), [total]) for array in of_chunk]
+                continue
             chunk = layout.chunk(routing, number, [total] if number else [])
             matrices = [p.unpacked_matrices(chunk.experts, x.dtype) for p in readers.projections]
             inner = InnerRows.of(readers, self._tiles(x, chunk.token), chunk, matrices)
             hidden = self.activation(*inner.outputs)
             low_rank = down.low_rank(hidden, chunk)
             if self.keeps and isinstance(layout, Sorted):
-                for_backward += [*layout.arrays(chunk), *inner._replace(of_down=low_rank).arrays()]
+                of_chunk = [*layout.arrays(chunk), *inner._replace(of_down=low_rank).arrays()]
+                for_backward += of_chunk
             y = down.forward(hidden, low_rank, chunk, down.unpacked_matrices(chunk.experts, hidden.dtype))
             if self.summed:
                 total = layout.add_to_tokens(total, y, chunk, scores)
@@ -175,9 +181,14 @@ class _Block:
         dx = mx.zeros(x.shape, mx.float32 if self.in_fp32 else x.dtype)
         dscores = mx.zeros(scores.size)
         sums = GradientSums(readers, down, layout)
-        remaining = iter(saved)
-        for number in range(layout.chunks):
-            previous = [dx, dscores, *sums.arrays()] if number else []
+        every = turns(range(layout.chunks + 1))
+        of_chunk, remaining = len(saved) // len(every), iter(saved)
+        left: list[mx.array] = []
+        for number, _, left_out in every:
+            if left_out:
+                left = list(islice(remaining, of_chunk))
+                continue
+            previous = [dx, dscores, *sums.arrays(), *left] if number else []
             inner = None
             if saved and isinstance(layout, Sorted):
                 chunk = layout.again(number, list(islice(remaining, Sorted.num_arrays)), previous)

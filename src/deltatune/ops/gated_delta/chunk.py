@@ -14,6 +14,8 @@ import mlx.core as mx
 
 from ..functional import refuse_second_derivative
 from ..recomputation import Input, input_of
+from ..tracing import trace
+from ..tracing.turns import blank
 from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
@@ -54,7 +56,8 @@ def gated_delta_chunk(
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
     chunking = choose_chunking(length, batch * value_heads, k.shape[-1])
-    keeps = inputs.compute is None
+    # The trace of a plan has fewer groups.
+    keeps = inputs.compute is None and not trace.current().shortened
     forward = _keeping(chunking, len(floats)) if keeps else _differentiable(chunking, len(floats), inputs)
     y, state, *_ = forward(*floats, initial_state.astype(mx.float32))
     if mask is not None:
@@ -135,6 +138,10 @@ def _forward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
     saved: list[mx.array] = []
     previous = [group_state, *inputs]
     for span in chunking.groups():
+        if span.left_out:
+            saved.append(blank(saved[-1], span.chunks, previous))
+            previous = [outputs, saved[-1], group_state]
+            continue
         group = Group(*_load_group(inputs, span, chunking.size, previous))
         y, states, group_state = _group_forward(gates, group, group_state)
         write_group(outputs, y, span, chunking)
@@ -156,6 +163,9 @@ def _backward(chunking: Chunking, floats: int, *arrays: mx.array) -> _Arrays:
     results = [empty_chunks(x, chunking, k.shape[2]) for x in inputs]
     previous = [group_dstate, *inputs, dy]
     for span, states in zip(reversed(chunking.groups()), reversed(saved), strict=True):
+        if span.left_out:
+            previous = [*previous, states]
+            continue
         *parts, group_dy = _load_group((*inputs, dy), span, chunking.size, previous)
         gradients = _group_backward(gates, Group(*parts), states, group_dy, group_dstate)
         group_dstate = gradients.state

@@ -10,17 +10,22 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...machine import backend
+from ..tracing.turns import turns
 
 # Elements of k, over all its heads, that one group lays out: enough to keep the device busy, few enough for its caches.
 _GROUP_ELEMENTS = {"cpu": 16 * 64 * 128, "metal": 1024 * 64 * 128, "cuda": 1024 * 64 * 128}
 
 
 class Span(NamedTuple):
-    """The tokens [start, stop) of one group and the number of its chunks; the last chunk may lack tokens."""
+    """The tokens [start, stop) of one group and the number of its chunks; the last chunk may lack tokens.
+
+    `left_out` counts the groups for which it stands in the trace of a plan (turns.py).
+    """
 
     start: int
     stop: int
     chunks: int
+    left_out: int = 0
 
 
 class Chunking(NamedTuple):
@@ -33,9 +38,8 @@ class Chunking(NamedTuple):
     def groups(self) -> list[Span]:
         """Return the groups, which cover the sequence once, in order."""
         tokens = self.size * self.group
-        starts = range(0, self.length, tokens)
-        stops = [min(start + tokens, self.length) for start in starts]
-        return [Span(start, stop, -(-(stop - start) // self.size)) for start, stop in zip(starts, stops, strict=True)]
+        spans = turns([*range(0, self.length, tokens), self.length])
+        return [Span(turn.start, turn.stop, -(-(turn.stop - turn.start) // self.size), turn.left_out) for turn in spans]
 
 
 def choose_chunking(length: int, heads: int, key_size: int) -> Chunking:
@@ -52,7 +56,7 @@ def group_of(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
 
     Zeros fill the last chunk after the last token.
     """
-    start, stop, count = span
+    start, stop, count, _ = span
     part = x[:, start:stop].astype(mx.float32)
     missing = count * size - (stop - start)
     if missing:

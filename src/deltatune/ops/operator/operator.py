@@ -60,7 +60,7 @@ class Operator:
         candidates: By implementation, the candidate for a call, or why the implementation does not support the call. A
             call has `words`, which name its class alike on every machine.
         case_of: Returns the case of a class of calls, on which its candidates are tried.
-        timed_case_of: Returns the case on which they are timed.
+        timed_case_of: Returns the case on which they are timed; `length` asks for another number of tokens.
         examples: Returns calls with the sizes of released models, on which `doctor` tries every implementation.
         compare_last: Compares the last implementation with the definition, on small sizes.
         workloads: Returns the calls that the self-test compares with float64; few and small ones if its argument is
@@ -72,7 +72,7 @@ class Operator:
     orders: dict[str, tuple[str, ...]]
     candidates: dict[str, Callable[[Any], Candidate | str]]
     case_of: Callable[[Any], Case[Callable[..., Any]]]
-    timed_case_of: Callable[[Any], Case[Callable[..., Any]]]
+    timed_case_of: Callable[..., Case[Callable[..., Any]]]
     examples: Callable[[], Sequence[Any]]
     compare_last: Callable[[], list[Verdict]]
     workloads: Callable[[bool], Sequence[OperatorWorkload]]

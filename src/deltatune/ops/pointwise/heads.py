@@ -15,7 +15,7 @@ import numpy as np
 from ..kernels.launch import ABSENT, Launch, Outputs
 from ..operator.kernel_operator import KernelWorkload
 from ..recomputation import large_enough
-from .norms import WIDTHS
+from .norms import WIDTHS, inverse_rms
 from .passes import Arrays, Passes, by_lane
 
 # The supported rotary dimensions: two elements that turn together are in lanes with numbers that differ in one bit.
@@ -153,10 +153,6 @@ def frequencies(rotary_dims: int, base: float) -> mx.array:
     return mx.array((base ** (-2.0 * np.arange(rotary_dims // 2) / rotary_dims)).astype(np.float32))
 
 
-def _inverse_rms(rows: mx.array, eps: float) -> mx.array:
-    return mx.rsqrt(mx.square(rows).mean(axis=-1, keepdims=True) + eps)
-
-
 def _turn(form: _Form, rows: mx.array, scale: float) -> mx.array:
     """Turn rows [B, H, T, W] by MLX's operation: forwards by a scale of 1, back by -1."""
     return mx.fast.rope(rows, form.rotary_dims, traditional=False, base=form.base, scale=scale, offset=0)
@@ -182,12 +178,12 @@ def _turned(form: _Form) -> Passes:
         x, weight, _ = primals
         rows = x[..., : form.width].astype(mx.float32)
         turned_back = _turn(form, cotangents[0].astype(mx.float32), -1.0).swapaxes(1, 2)
-        d_weight = turned_back * rows * _inverse_rms(rows, form.eps)
+        d_weight = turned_back * rows * inverse_rms(rows, form.eps)
         return [d_weight.sum(axis=(0, 1, 2)).astype(weight.dtype)]
 
     def plain(x: mx.array, weight: mx.array, _frequencies: mx.array) -> Arrays:
         rows, *gates = mx.split(x, 2, axis=-1) if form.gated else [x]
-        normed = rows * _inverse_rms(rows, form.eps) * weight
+        normed = rows * inverse_rms(rows, form.eps) * weight
         return [_turn(form, normed.swapaxes(1, 2), 1.0), *map(mx.sigmoid, gates)]
 
     return Passes(form.name, forward, backward, plain, parameters, fixed=1)

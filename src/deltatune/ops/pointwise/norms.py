@@ -136,7 +136,8 @@ def _width(x: mx.array) -> int:
     return x.shape[-1]
 
 
-def _inverse_rms(x: mx.array, eps: float) -> mx.array:
+def inverse_rms(x: mx.array, eps: float) -> mx.array:
+    """Return 1 / sqrt(mean(x^2) + eps) of rows x [..., W], [..., 1] in fp32 or float64."""
     return mx.rsqrt(mx.square(wide(x)).mean(axis=-1, keepdims=True) + eps)
 
 
@@ -154,7 +155,7 @@ def _norm(width: int, factor: float, eps: float) -> Passes:
 
     def plain(x: mx.array) -> Arrays:
         rows = x.reshape(-1, width)
-        return [(factor * rows * _inverse_rms(rows, eps)).reshape(x.shape)]
+        return [(factor * rows * inverse_rms(rows, eps)).reshape(x.shape)]
 
     return Passes(f"norm of {width} ({factor}, {eps})", forward, backward, plain)
 
@@ -188,7 +189,7 @@ def _gated(width: int, eps: float) -> Passes:
 
     def plain(x: mx.array, gate: mx.array, weight: mx.array) -> Arrays:
         rows, gates = x.reshape(-1, width), gate.reshape(-1, width)
-        return [(rows * _inverse_rms(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
+        return [(rows * inverse_rms(rows, eps) * weight * gates * mx.sigmoid(gates)).reshape(x.shape)]
 
     return Passes(f"gated norm of {width} ({eps})", forward, backward, plain, parameters)
 
@@ -209,12 +210,12 @@ def _halves(width: int, eps: float) -> Passes:
     def parameters(primals: Arrays, cotangents: Arrays) -> list[mx.array]:
         x, weight = primals
         rows = x.reshape(-1, 2, width)[:, 0].astype(mx.float32)
-        d_weight = cotangents[0].reshape(-1, width).astype(mx.float32) * rows * _inverse_rms(rows, eps)
+        d_weight = cotangents[0].reshape(-1, width).astype(mx.float32) * rows * inverse_rms(rows, eps)
         return [d_weight.sum(axis=0).astype(weight.dtype)]
 
     def plain(x: mx.array, weight: mx.array) -> Arrays:
         rows, gates = (half.squeeze(1) for half in mx.split(x.reshape(-1, 2, width), 2, axis=1))
-        return [(rows * _inverse_rms(rows, eps) * weight).reshape(-1, 8), mx.sigmoid(gates).reshape(-1, 8)]
+        return [(rows * inverse_rms(rows, eps) * weight).reshape(-1, 8), mx.sigmoid(gates).reshape(-1, 8)]
 
     return Passes(f"norm and gate of {width} ({eps})", forward, backward, plain, parameters)
 

@@ -14,13 +14,14 @@ from functools import cache
 from typing import ClassVar
 
 import mlx.core as mx
+import mlx.optimizers
 import numpy as np
 
 from ..kernels.launch import Arrays, Device, Outputs
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import random_arrays
-from .adam import BOUNDS, AdamStep, tried_steps
+from .adam import BOUNDS, TRIED, AdamStep, tried_steps
 from .passes import by_lane, size_of
 
 # The numbers that share a scale, as in bitsandbytes.
@@ -131,30 +132,31 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype) -> Case[Device]:
     parameter, gradient, m, v = random_arrays([(shape, dtype), (shape, gradient_dtype), *[(shape, mx.float32)] * 2])
     spread = mx.power(10.0, mx.linspace(-7, 0, parameter.size)).reshape(shape)
     moments = [*quantized(m * spread, signed=True), *quantized(v.square() * spread, signed=False)]
-    scale, steps = mx.array(0.5), tried_steps()
+    scale = mx.array(0.5)
 
-    def call() -> list[mx.array]:
-        results: list[mx.array] = []
-        for optimizer, healthy in steps:
-            numbers = AdamStep.begun(optimizer, scale, mx.array(healthy))
-            results += EightBitStep(numbers)(parameter, gradient, *moments)
-        return results
+    def step(optimizer: mlx.optimizers.AdamW, healthy: bool) -> list[mx.array]:
+        return EightBitStep(AdamStep.begun(optimizer, scale, mx.array(healthy)))(parameter, gradient, *moments)
 
-    def truth() -> list[mx.array]:
-        results: list[mx.array] = []
-        for optimizer, healthy in steps:
-            before, d = parameter.astype(mx.float32), gradient.astype(mx.float32) * scale
-            new = {"m": dequantized(moments[0], moments[1], signed=True)}
-            new["v"] = dequantized(moments[2], moments[3], signed=False)
-            moved = optimizer.apply_single(d, before, new)
-            stored = [*quantized(new["m"], signed=True), *quantized(new["v"], signed=False)]
-            results += [moved, *stored] if healthy else [before, *moments]
-        return results
+    def plain(optimizer: mlx.optimizers.AdamW, healthy: bool) -> list[mx.array]:
+        before, d = parameter.astype(mx.float32), gradient.astype(mx.float32) * scale
+        new = {"m": dequantized(moments[0], moments[1], signed=True)}
+        new["v"] = dequantized(moments[2], moments[3], signed=False)
+        moved = optimizer.apply_single(d, before, new)
+        stored = [*quantized(new["m"], signed=True), *quantized(new["v"], signed=False)]
+        return [moved, *stored] if healthy else [before, *moments]
 
-    names = [f"{name} of step {i}" for i in range(len(steps)) for name in ("parameter", *EightBitStep.moments)]
+    names = [f"{name} of step {i}" for i in range(TRIED) for name in ("parameter", *EightBitStep.moments)]
     bounds = {name: _NEIGHBOUR for name in names if name.startswith(("m of", "v of"))}
     described = f"Adam's step on moments of 8 bits in {dtype}, gradients of {gradient_dtype}"
-    return Case(described, names, by_kernels(call), truth, BOUNDS[dtype], bounds, like=[parameter, gradient, *moments])
+    return Case(
+        name=described,
+        results=names,
+        call=by_kernels(lambda: tried_steps(step)),
+        truth=lambda: tried_steps(plain),
+        bound=BOUNDS[dtype],
+        bounds=bounds,
+        like=[parameter, gradient, *moments],
+    )
 
 
 OPERATOR = KernelOperator("Adam on 8 bits", trial_case)

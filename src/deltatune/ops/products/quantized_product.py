@@ -2,7 +2,7 @@
 
 mx.quantized_matmul is made for a row or two: it unpacks numbers one at a time on a CPU, and uses CUDA's tensor cores
 poorly. Here a large matrix is unpacked in slabs, and the backward pass unpacks it again, so that no unpacked matrix is
-kept between the passes. patches/tables/quantized_product.py puts this in the place of mx.quantized_matmul.
+kept between the passes. patches/tables/products.py puts this in the place of mx.quantized_matmul.
 
 A BLAS has products in fp32 alone. MLX computes those in 16 bits by a loop of its own, which is some thirty times slower
 (docs/decisions/cpu.md). So `narrow_product` converts a matrix in 16 bits to fp32, one slab after another.

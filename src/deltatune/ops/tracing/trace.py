@@ -70,6 +70,7 @@ class Trace:
         piece: Where the piece that a layer runs on begins and ends in its row; None for a whole row.
         recomputed: Whether the layer that runs is checkpointed, so that it keeps nothing for its backward pass.
         once: Whether a training step is traced, which nobody maps or differentiates twice.
+        shortened: Whether a plan is traced, without most turns of long loops (turns.py).
         cheap_twice: Whether a backward pass recomputes the results of cheap operators.
         random_key: The key that the next draw splits, as the one item of a list, so that mx.compile can take it as a
             state; None where MLX's own key serves.
@@ -92,6 +93,7 @@ class Trace:
     piece: tuple[int, int] | None = None
     recomputed: bool = False
     once: bool = False
+    shortened: bool = False
     cheap_twice: bool = False
     random_key: list[mx.array] | None = None
     side_outputs: list[mx.array] | None = None

@@ -11,17 +11,18 @@ import mlx.core as mx
 
 from ...ops.decoding import token_products
 from ...ops.pointwise import activations
-from ..last_convolution import taken
+from ...ops.tracing import trace
 from ..patch_record import Function, Patch
 from ..small_cases import LENGTH, WIDTH, alike, drawn, layer_input, plain_norm, same_layer, serving
 from ..whole_rows import decodes
+from .mlx_lm import Convolution
 
 
 def _silu(upstream: Function) -> Function:
     """nn.silu of a convolution's output. Elsewhere mlx-lm calls it inside functions that are compiled for any shape."""
 
     def silu(x: mx.array) -> mx.array:
-        last = taken(x)
+        last = trace.current().known.take(x, Convolution)
         if last is None:
             return upstream(x)
         return activations.silu_of_convolution(x, last.x, last.weight, last.segments, upstream)
@@ -68,11 +69,7 @@ IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
 _REASON = "its gradient keeps arrays that are cheap to compute again, and it passes over memory often"
 _WITHOUT = "Training is slower then, or needs more memory; nothing else changes."
 _RECORD: dict[str, Any] = {"reason": _REASON, "without": _WITHOUT}
-_SWIGLU: dict[str, Any] = _RECORD | {
-    "name": "swiglu",
-    "replacement": _swiglu,
-    "check": alike(layer_input, _other_rows),
-}
+_SWIGLU: dict[str, Any] = _RECORD | {"name": "swiglu", "replacement": _swiglu, "check": alike(layer_input, _other_rows)}
 _GATED_NORM: dict[str, Any] = _RECORD | {
     "signature": "(self, hidden_states, gate=None)",
     "replacement": _gated_norm,
@@ -80,19 +77,9 @@ _GATED_NORM: dict[str, Any] = _RECORD | {
 }
 
 PATCHES = (
-    Patch(
-        **_RECORD,
-        module="mlx.nn.layers.activations",
-        name="silu",
-        replacement=_silu,
-        check=IS_SILU,
-    ),
+    Patch(**_RECORD, module="mlx.nn.layers.activations", name="silu", replacement=_silu, check=IS_SILU),
     Patch(**_SWIGLU, module="mlx_lm.models.activations"),
-    Patch(
-        **_GATED_NORM,
-        module="mlx_lm.models.qwen3_next",
-        name="Qwen3NextRMSNormGated.__call__",
-    ),
+    Patch(**_GATED_NORM, module="mlx_lm.models.qwen3_next", name="Qwen3NextRMSNormGated.__call__"),
     Patch(
         **_GATED_NORM | {"signature": "(self, x, gate)"},
         module="mlx_lm.models.olmo_hybrid",
@@ -102,9 +89,5 @@ PATCHES = (
 # Those of mlx-vlm, which are not tried on NVIDIA GPUs.
 OF_MLX_VLM = (
     Patch(**_SWIGLU, module="mlx_vlm.models.activations"),
-    Patch(
-        **_GATED_NORM,
-        module="mlx_vlm.models.qwen3_5.language",
-        name="Qwen3_5RMSNormGated.__call__",
-    ),
+    Patch(**_GATED_NORM, module="mlx_vlm.models.qwen3_5.language", name="Qwen3_5RMSNormGated.__call__"),
 )

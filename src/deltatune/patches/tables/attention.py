@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...ops.attention import attention_naive
-from ..patch_record import Function, Patch
-from ..small_cases import alike, describe_difference, drawn, results
+from ..patch_record import PACKING, Check, Function, Patch
+from ..small_cases import alike, causal, describe_difference, drawn, layer_input, results, same_layer
 from ..whole_rows import attending, marking, remembering, serves_attention, whole, whole_rows
 
 _REASON = "its backward pass keeps the matrix of all scores, which grows with the square of the length"
@@ -49,21 +49,23 @@ def _is_softmax_attention(upstream: Function, _ours: Function) -> str | None:
         return describe_difference(results(mlx, arrays), results(definition, arrays), 1e-4, "the definition")
 
 
-def _differentiates_alike(upstream: Function, ours: Function) -> str | None:
-    """Compare the gradient of a transform's function with the original's."""
-    x = mx.array([0.5, 2.0])
+def _gradient_alike(of: Any) -> Check:
+    """Build a check that compares a transform's gradient: `of` returns that of x**3 by the transform."""
 
-    def gradient(transform: Function) -> mx.array:
-        result = transform(lambda x: (x**3).sum())(x)
-        return result[1] if isinstance(result, tuple) else result
+    def check(upstream: Function, ours: Function) -> str | None:
+        x = mx.array([0.5, 2.0])
+        return describe_difference([of(ours, x)], [of(upstream, x)], 1e-6, "upstream's gradient")
 
-    return describe_difference([gradient(ours)], [gradient(upstream)], 1e-6, "upstream's gradient")
+    return check
 
 
-def _vjp_alike(upstream: Function, ours: Function) -> str | None:
-    x = mx.array([0.5, 2.0])
-    actual, expected = (vjp(lambda x: [x**3], [x], [mx.ones(2)])[1] for vjp in (ours, upstream))
-    return describe_difference(actual, expected, 1e-6, "upstream's gradient")
+def _of_gradient(transform: Function, x: mx.array) -> mx.array:
+    result = transform(lambda x: (x**3).sum())(x)
+    return result[1] if isinstance(result, tuple) else result
+
+
+def _of_vjp(vjp: Function, x: mx.array) -> mx.array:
+    return vjp(lambda x: [x**3], [x], [mx.ones(2)])[1][0]
 
 
 def _without_padding(upstream: Function) -> Function:
@@ -110,15 +112,11 @@ def _attends(*more: Any) -> Any:
         with whole_rows():
             return function(q, k, v, 0.3, *more)
 
-    def definition(q: mx.array, k: mx.array, v: mx.array, scale: float, *_: Any) -> mx.array:
-        return attention_naive(q, k, v, scale=scale, causal=False)
-
+    definition = lambda q, k, v, scale, *_: attention_naive(q, k, v, scale=scale, causal=False)  # noqa: E731
     return alike(*arrays, call=call, definition=definition)
 
 
 def _evaluates_alike(upstream: Function, ours: Function) -> str | None:
-    """Compare the mean loss of two batches with given losses and tokens."""
-
     def evaluated(function: Function) -> mx.array:
         def batches(**_: Any) -> Any:
             return iter([(2.0, 1), (5.0, 2)])
@@ -133,6 +131,25 @@ def _evaluates_alike(upstream: Function, ours: Function) -> str | None:
     return describe_difference([evaluated(ours)], [evaluated(upstream)], 1e-6, "upstream's")
 
 
+def _with_mask_of_rows(upstream: Function) -> Function:
+    """Gemma 2's attention, which scores [B, key heads, query heads of each, T, T], with a mask [B, 1, T, T]."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
+        if self.repeats > 1 and isinstance(mask, mx.array) and mask.ndim == 4:
+            mask = mask[:, :, None]
+        return upstream(self, x, mask, cache)
+
+    return __call__
+
+
+_GROUPED: dict[str, Any] = {
+    "name": "Attention.__call__",
+    "reason": "the mask of packed documents belongs to rows, and not to groups of heads",
+    "without": "Gemma 2 then cannot train on packed documents in batches of several rows.",
+    "needed_for": (PACKING,),
+    "replacement": _with_mask_of_rows,
+    "check": same_layer(layer_input, causal),
+}
 _MARK: dict[str, Any] = {
     "reason": "it says that a gradient is taken, so that deltatune serves the attention inside",
     "without": _UNMARKED,
@@ -159,9 +176,9 @@ PATCHES = (
         reason=_REASON,
         without=_UNMARKED,
     ),
-    Patch("mlx.core", "value_and_grad", marking, _differentiates_alike, **_MARK),
-    Patch("mlx.core", "grad", marking, _differentiates_alike, **_MARK),
-    Patch("mlx.core", "vjp", whole, _vjp_alike, **_MARK),
+    Patch("mlx.core", "value_and_grad", marking, _gradient_alike(_of_gradient), **_MARK),
+    Patch("mlx.core", "grad", marking, _gradient_alike(_of_gradient), **_MARK),
+    Patch("mlx.core", "vjp", whole, _gradient_alike(_of_vjp), **_MARK),
     Patch(**_MASK, module="mlx_lm.models.base"),
     Patch(**_MASK, module="mlx_vlm.models.cache"),
     Patch(**_TOWER, name="ensure_fused_sdpa", replacement=_without_padding, check=_attends(None)),
@@ -177,4 +194,6 @@ PATCHES = (
         replacement=whole,
         check=_evaluates_alike,
     ),
+    Patch(**_GROUPED, module="mlx_lm.models.gemma2"),
+    Patch(**_GROUPED, module="mlx_vlm.models.gemma2.language"),
 )

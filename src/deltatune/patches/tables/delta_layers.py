@@ -186,7 +186,6 @@ def _layer(project: Callable[[Any, mx.array], _Projected]) -> Callable[[Function
 
 
 def _same(upstream: Function, ours: Function) -> str | None:
-    """Compare a layer with its replacement, in training and for the next token of a row."""
     return same_layer(layer_input, inside=serving)(upstream, ours) or _same_next_token(upstream, ours)
 
 

@@ -43,47 +43,41 @@ class DeferredExperts:
 
     Args:
         run: Computes the outputs: summed with the scores [..., k] that it is given, or all k of them for None.
-        indices: The chosen experts [..., k].
-        width: D.
+        shape: [..., k, D].
         dtype: The dtype of the outputs.
+        scores: The scores [..., k] by which the outputs are multiplied, or None.
     """
 
-    def __init__(self, run: Callable[[mx.array | None], mx.array], indices: mx.array, width: int, dtype: mx.Dtype):
-        self._run = run
-        self.shape, self.dtype = (*indices.shape, width), dtype
+    def __init__(
+        self,
+        run: Callable[[mx.array | None], mx.array],
+        shape: tuple[int, ...],
+        dtype: mx.Dtype,
+        scores: mx.array | None = None,
+    ):
+        self._run, self._scores = run, scores
+        self.shape, self.dtype = shape, dtype
         self._array: mx.array | None = None
 
     def __mul__(self, scores: Any) -> Any:
-        if isinstance(scores, mx.array) and scores.shape == (*self.shape[:-1], 1):
-            return _WeightedExperts(self, scores.squeeze(-1))
+        if self._scores is None and isinstance(scores, mx.array) and scores.shape == (*self.shape[:-1], 1):
+            dtype = mx.result_type(self.dtype, scores.dtype)
+            return DeferredExperts(self._run, self.shape, dtype, scores.squeeze(-1))
         return self._computed() * scores
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._computed(), name)
-
-    def _computed(self) -> mx.array:
-        if self._array is None:
-            self._array = self._run(None)
-        return self._array
-
-
-class _WeightedExperts:
-    """The product of a DeferredExperts and its scores [..., k]."""
-
-    def __init__(self, outputs: DeferredExperts, scores: mx.array):
-        self._outputs, self._scores = outputs, scores
-
     def sum(self, axis: int | None = None, keepdims: bool = False) -> mx.array:
-        outputs = self._outputs
-        if axis in (-2, len(outputs.shape) - 2) and not keepdims:
-            return outputs._run(self._scores)
+        if self._scores is not None and axis in (-2, len(self.shape) - 2) and not keepdims:
+            return self._run(self._scores)
         return self._computed().sum(axis, keepdims)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._computed(), name)
 
     def _computed(self) -> mx.array:
-        return self._outputs._computed() * self._scores[..., None]
+        if self._array is None:
+            outputs = self._run(None)
+            self._array = outputs if self._scores is None else outputs * self._scores[..., None]
+        return self._array
 
 
 def weighted_block(upstream: Function) -> Function:
@@ -181,7 +175,7 @@ def _switch(*names: str) -> Callable[[Function], Function]:
             if run is None:
                 return upstream(self, x, mx.stop_gradient(indices))
             if _called(indices):
-                return DeferredExperts(run, indices, x.shape[-1], x.dtype)
+                return DeferredExperts(run, (*indices.shape, x.shape[-1]), x.dtype)
             return run(None)
 
         return __call__
@@ -202,7 +196,7 @@ def _combining_switch(upstream: Function) -> Function:
         if run is None:
             return upstream(self, x, mx.stop_gradient(indices), weights, shared, residual)
         if _called(indices) and weights is None and shared is None and residual is None:
-            return DeferredExperts(run, indices, x.shape[-1], x.dtype)
+            return DeferredExperts(run, (*indices.shape, x.shape[-1]), x.dtype)
         routed = run(None if weights is None else weights.astype(x.dtype))
         return getattr(self, COMBINE)(routed, None, shared, residual)
 
@@ -241,7 +235,6 @@ def _block_record(module: str, name: str) -> Patch:
 
 
 def _chosen() -> mx.array:
-    """The indices of two of four experts for each token."""
     return mx.array([[[0, 2], [3, 1], [1, 0], [2, 3], [0, 3]]])
 
 
@@ -253,7 +246,6 @@ _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 
 
 def _switch_records(module: str, glu: Callable[[Function], Function], **more: Any) -> tuple[Patch, ...]:
-    """The records of SwitchGLU, with the replacement `glu`, and of SwitchMLP."""
     shared = {**_RECORD, "module": module, **more}
     alike = _same_experts(*(_COMBINED if glu is _combining_switch else ()))
     return (

@@ -99,15 +99,9 @@ PATCHES = (
         replacement=_training(_kimi_linear),
     ),
     Patch(
-        **_RECORD,
-        module="mlx_lm.models.kimi_k3",
-        name="KimiK3MLAAttention.__call__",
-        replacement=_training(_kimi_k3),
+        **_RECORD, module="mlx_lm.models.kimi_k3", name="KimiK3MLAAttention.__call__", replacement=_training(_kimi_k3)
     ),
     Patch(
-        **_RECORD,
-        module="mlx_lm.models.bailing_moe_v3",
-        name="BailingMLA.__call__",
-        replacement=_training(_bailing),
+        **_RECORD, module="mlx_lm.models.bailing_moe_v3", name="BailingMLA.__call__", replacement=_training(_bailing)
     ),
 )

@@ -5,15 +5,16 @@ Versions read: 0.32.0, 0.32.1, 0.32.2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ...ops import segments
 from ...ops.causal_conv import causal_conv, is_faster
+from ...ops.pointwise.passes import OPERATOR as PASSES
+from ...ops.recomputation import keeps_inputs_alone
 from ...ops.tracing import trace
 from .. import recurrence
-from ..last_convolution import convolved
 from ..patch_record import PACKING, TRAINING, Check, Function, Patch
 from ..small_cases import LENGTH, WIDTH, causal, describe_difference, drawn, layer_input, results, same_layer
 
@@ -88,6 +89,29 @@ def same_masks(upstream: Function, ours: Function) -> str | None:
     )
 
 
+class Convolution(NamedTuple):
+    """The arguments of a layer's last causal convolution, which the nn.silu behind it can be computed together with.
+
+    Attributes:
+        x: The input [B, K - 1 + T, C].
+        weight: The filters [C, K].
+        segments: The documents that it kept separate, [B, T], or None.
+    """
+
+    x: mx.array
+    weight: mx.array
+    segments: mx.array | None
+
+
+def _noted(conv: Any, x: mx.array, y: mx.array, documents: mx.array | None = None) -> mx.array:
+    """Note the output y of conv(x) in training, for nn.silu (activations.py). Returns y."""
+    known = trace.current().known
+    known.forget(Convolution)
+    if (PASSES.is_for_here or keeps_inputs_alone()) and conv.training and "bias" not in conv:
+        known.note(y, Convolution(x, conv.weight[..., 0], documents))
+    return y
+
+
 def _conv1d(upstream: Function) -> Function:
     """Inside `segments`, a causal depthwise convolution starts anew with each document. On a CPU it is also faster."""
 
@@ -100,7 +124,7 @@ def _conv1d(upstream: Function) -> Function:
         causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
         if documents is None:
             y = _taps(self, x) if causal and is_faster() else upstream(self, x)
-            return convolved(self, x, y) if causal else y
+            return _noted(self, x, y) if causal else y
         if before == 0:
             return upstream(self, x)
         if not (causal and x.shape[1] == documents.shape[1] + before):
@@ -109,8 +133,7 @@ def _conv1d(upstream: Function) -> Function:
                 "convolutions of [state, x] can start anew with each document. Train this model without packing."
             )
         # The rows before the first token are zeros, or those that a piece of the same document hands on.
-        y = _taps(self, x, documents)
-        return convolved(self, x, y, documents)
+        return _noted(self, x, _taps(self, x, documents), documents)
 
     return __call__
 
@@ -119,15 +142,8 @@ def _taps(conv: Any, x: mx.array, documents: mx.array | None = None) -> mx.array
     """conv(x), x [B, T, C], in fewer passes over memory than MLX's grouped convolution makes on a CPU."""
     before = conv.weight.shape[1] - 1
     state, weight = x[:, :before], conv.weight[..., 0]
-    return causal_conv(x[:, before:], weight, _bias(conv), initial_state=state, segments=documents)[0]
-
-
-def _bias(conv: Any) -> mx.array | None:
-    return conv.bias if "bias" in conv else None
-
-
-def _causal_conv(cls: Any) -> Any:
-    return cls(WIDTH, WIDTH, 3, groups=WIDTH)
+    bias = conv.bias if "bias" in conv else None
+    return causal_conv(x[:, before:], weight, bias, initial_state=state, segments=documents)[0]
 
 
 # The fields that the records of this function share, in either package.
@@ -155,10 +171,7 @@ PATCHES = (
         replacement=recurrence.update,
         check=same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
     ),
-    Patch(
-        **ATTENTION_MASK,
-        module="mlx_lm.models.base",
-    ),
+    Patch(**ATTENTION_MASK, module="mlx_lm.models.base"),
     Patch(
         module="mlx.nn.layers.convolution",
         name="Conv1d.__call__",
@@ -166,6 +179,6 @@ PATCHES = (
         without=MIXED,
         needed_for=(PACKING,),
         replacement=_conv1d,
-        check=same_layer(layer_input, build=_causal_conv),
+        check=same_layer(layer_input, build=lambda cls: cls(WIDTH, WIDTH, 3, groups=WIDTH)),
     ),
 )

@@ -57,7 +57,6 @@ def in_force() -> bool:
 
 
 def _warn(result: ProbeResult) -> None:
-    """Warn of the fault, once a process."""
     if str(result) in _warned:
         return
     _warned.add(str(result))
@@ -83,8 +82,8 @@ def _narrow(x: mx.array, rows: int, columns: int) -> mx.array:
 
 
 def _matmul(upstream: Function) -> Function:
-    def matmul(a: Any, b: Any, /, *, stream: Any = None) -> Any:
-        return _product(upstream, a, b, {} if stream is None else {"stream": stream})
+    def matmul(a: Any, b: Any, /, **options: Any) -> Any:
+        return _product(upstream, a, b, options)
 
     return matmul
 
@@ -114,8 +113,7 @@ def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any
 
 
 def _addmm(upstream: Function) -> Function:
-    def addmm(c: Any, a: Any, b: Any, /, alpha: float = 1.0, beta: float = 1.0, *, stream: Any = None) -> Any:
-        options = {} if stream is None else {"stream": stream}
+    def addmm(c: Any, a: Any, b: Any, /, alpha: float = 1.0, beta: float = 1.0, **options: Any) -> Any:
         if not all(isinstance(x, mx.array) for x in (a, b, c)) or 0 in (a.ndim, b.ndim):
             return upstream(c, a, b, alpha=alpha, beta=beta, **options)
         rows = math.prod(a.shape[:-1] if b.ndim == 2 else a.shape[-2:-1])
@@ -130,25 +128,18 @@ def _addmm(upstream: Function) -> Function:
 
 
 def _gather_mm(upstream: Function) -> Function:
-    def gather_mm(
-        a: Any, b: Any, /, lhs_indices: Any = None, rhs_indices: Any = None, *, sorted_indices: bool = False,
-        stream: Any = None,
-    ) -> Any:  # fmt: skip
-        options = {"sorted_indices": sorted_indices} | ({} if stream is None else {"stream": stream})
+    def gather_mm(a: Any, b: Any, /, *indices: Any, **options: Any) -> Any:
         if a.ndim < 2 or b.ndim < 2 or 1 not in (*a.shape[-2:], b.shape[-1]):
-            return upstream(a, b, lhs_indices, rhs_indices, **options)
-        rows, columns = a.shape[-2], b.shape[-1]
+            return upstream(a, b, *indices, **options)
         wide = (_widen(a, (-2, -1)), _widen(b, (-2, -1)))
-        return _narrow(upstream(*wide, lhs_indices, rhs_indices, **options), rows, columns)
+        return _narrow(upstream(*wide, *indices, **options), a.shape[-2], b.shape[-1])
 
     return gather_mm
 
 
 def _segmented_mm(upstream: Function) -> Function:
-    def segmented_mm(a: Any, b: Any, /, segments: Any, *, stream: Any = None) -> Any:
-        options = {} if stream is None else {"stream": stream}
-        product = upstream(_widen(a, (-2,)), b, segments, **options)
-        return _narrow(product, a.shape[-2], b.shape[-1])
+    def segmented_mm(a: Any, b: Any, /, segments: Any, **options: Any) -> Any:
+        return _narrow(upstream(_widen(a, (-2,)), b, segments, **options), a.shape[-2], b.shape[-1])
 
     return segmented_mm
 
@@ -198,8 +189,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, si
 
 
 def _inner(upstream: Function) -> Function:
-    def inner(a: Any, b: Any, /, *, stream: Any = None) -> Any:
-        options = {} if stream is None else {"stream": stream}
+    def inner(a: Any, b: Any, /, **options: Any) -> Any:
         if 0 in (a.ndim, b.ndim) or a.shape[-1] != b.shape[-1]:
             return upstream(a, b, **options)
         product = mx.matmul(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]).T, **options)

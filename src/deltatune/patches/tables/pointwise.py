@@ -169,9 +169,7 @@ PATCHES = (
         name="normalize_qk",
         replacement=_normalize_qk,
         check=alike(
-            layer_input,
-            lambda: 2 - layer_input(),
-            call=lambda f, q, k: f(q, k, inv_scale=WIDTH**-0.5, eps=0.1),
+            layer_input, lambda: 2 - layer_input(), call=lambda f, q, k: f(q, k, inv_scale=WIDTH**-0.5, eps=0.1)
         ),
     ),
 )

@@ -91,8 +91,6 @@ def _by_kind(layer: Any) -> Any:
 
 
 def _same(build: Any) -> Check:
-    """Build a check that compares a layer with its replacement, in training and for the next tokens of a batch."""
-
     def check(upstream: Function, ours: Function) -> str | None:
         trained = same_layer(layer_input, build=build, inside=serving)(upstream, ours)
         return trained or same_layer(one_token, build=build, inside=answering, gradient=False)(upstream, ours)

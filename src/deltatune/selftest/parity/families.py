@@ -156,12 +156,7 @@ def _unlimited_steps(config: Config, weights: Weights) -> tuple[Config, Weights]
 _BASE = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 COMMON = {**_BASE, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 512}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-DELTA = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 # A delta layer follows another layer with adapters, so that the gradient of its input is tested.
 ENCLOSED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _STACKED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
@@ -203,11 +198,7 @@ FAMILIES: dict[str, Family] = {
         draw=3,
     ),
     "qwen3_next": Family(
-        "qwen3_next",
-        {**COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS},
-        _qwen3_next,
-        centred_norms=True,
-        draw=6,
+        "qwen3_next", {**COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS}, _qwen3_next, centred_norms=True, draw=6
     ),
     "kimi_linear": Family(
         "kimi_linear",
@@ -302,10 +293,7 @@ FAMILIES: dict[str, Family] = {
         },
         _unlimited_steps,
     ),
-    "qwen3": Family(
-        "qwen3",
-        {**COMMON, **ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False},
-    ),
+    "qwen3": Family("qwen3", {**COMMON, **ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False}),
     # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16, which is exact for 64.
     "gemma3": Family(
         "gemma3_text",

@@ -17,12 +17,7 @@ START, END, IMAGE, VIDEO = 3, 4, 5, 6
 PATCH, MERGE, SIDE = 4, 2, 6
 VALUES = 3 * 2 * PATCH**2
 
-_TOKENS = {
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-}
+_TOKENS = {"vision_start_token_id": START, "vision_end_token_id": END, "image_token_id": IMAGE, "video_token_id": VIDEO}
 _TOWER = {
     "depth": 2,
     "hidden_size": 36,
@@ -116,27 +111,13 @@ CASES: dict[str, VisionCase] = {
     "qwen3_5_moe": VisionCase("qwen3_5_moe", {**_MIXED, **ENCLOSED, **EXPERTS}, centred_norms=True, draw=5),
     "qwen3_vl": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1)),
     "qwen3_vl_moe": VisionCase(
-        "qwen3_vl_moe",
-        {**_TEXT, **EXPERTS, "rope_parameters": _ROPE},
-        deep=(0, 1),
-        learning_rate=1.3e-2,
-        draw=14,
+        "qwen3_vl_moe", {**_TEXT, **EXPERTS, "rope_parameters": _ROPE}, deep=(0, 1), learning_rate=1.3e-2, draw=14
     ),
     "qwen3_5-video": VisionCase(
-        "qwen3_5",
-        {**_MIXED, **ENCLOSED},
-        centred_norms=True,
-        learning_rate=2.5e-3,
-        draw=4,
-        videos=True,
+        "qwen3_5", {**_MIXED, **ENCLOSED}, centred_norms=True, learning_rate=2.5e-3, draw=4, videos=True
     ),
     "qwen3_5_moe-video": VisionCase(
-        "qwen3_5_moe",
-        {**_MIXED, **ENCLOSED, **EXPERTS},
-        centred_norms=True,
-        learning_rate=2.7e-3,
-        draw=41,
-        videos=True,
+        "qwen3_5_moe", {**_MIXED, **ENCLOSED, **EXPERTS}, centred_norms=True, learning_rate=2.7e-3, draw=41, videos=True
     ),
     "qwen3_vl-video": VisionCase("qwen3_vl", {**_TEXT, "rope_parameters": _ROPE}, deep=(0, 1), videos=True),
     "qwen3_vl_moe-video": VisionCase(

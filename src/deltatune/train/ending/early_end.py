@@ -101,6 +101,11 @@ class Ending:
             self._saving.save_last_update()
             raise self.stopped()
 
+    def asks_to_stop(self) -> bool:
+        """Do as check() does; return whether a lone process was asked to stop, so that it may leave its task here."""
+        self.check()
+        return self.stop.asked and self._world.size == 1
+
     def between_layers(self) -> None:
         """Leave a step by layers if a second signal came or a rank has died; the last update is then saved.
 

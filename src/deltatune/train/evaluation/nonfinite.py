@@ -55,13 +55,6 @@ def damage(model: nn.Module, weights: Store | None = None) -> str | None:
     )
 
 
-def refuse_damaged(model: nn.Module, weights: Store | None = None) -> None:
-    """Raise a UserError with the description of the damage if a tensor of `model` is not finite."""
-    description = damage(model, weights)
-    if description is not None:
-        raise UserError(description)
-
-
 @dataclass
 class FirstOutput:
     """Looks at outputs one after another, for the first that is not finite.
@@ -128,7 +121,8 @@ def explained(
     try:
         yield
     except NotFiniteError as error:
-        refuse_damaged(loaded.model, weights)
+        if description := damage(loaded.model, weights):
+            raise UserError(description) from error
         again = again or (lambda row: stream(loaded, row, 1, Sampling()))
         tower = [("the vision tower", loaded.model.vision_tower)] if has_vision(loaded.model) else []
         layers = [*tower, *watched(describe(loaded.model))]
@@ -138,14 +132,6 @@ def explained(
             if first.name is not None:
                 break
         raise NoResultError(f"the model's probabilities are not finite: {first}. {first.remedy}") from error
-
-
-def refusal(what: str, saved: str) -> UserError:
-    """Return the error of a step that is not finite, with its origin (`what`) and the note on the `saved` state."""
-    return UserError(
-        f"{what}. The update was not made; {saved}. Look at those lines, lower --learning-rate or set grad_clip, and "
-        "start again (--resume-adapter-file continues from saved adapters)."
-    )
 
 
 def trained_is_finite(model: nn.Module) -> bool:

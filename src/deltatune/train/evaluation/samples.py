@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
-
 from ...data.chats.rendering import Renderer
 from ...data.prompt_rows import messages_to_answer, tokens_to_answer
 from ...data.prompts import Question, prompt_tokens, text_tokens
@@ -49,33 +47,21 @@ class Samples:
     """Answers the prompts of `config.sample_prompts` with the model that is trained.
 
     Args:
-        model: The model.
-        tokenizer: mlx-lm's wrapper of its tokenizer.
+        loaded: The model and its tokenizer, and mlx-vlm's processor, which a model with a vision tower needs.
         config: The options of the run.
         plain_text: Whether the training data is plain text. Then a prompt is continued as it stands; otherwise it is
             the message of a user, if the tokenizer has a chat template.
-        processor: mlx-vlm's processor, which a model with a vision tower needs.
         weights: The store of the layers' weights, where these stay on the disk.
 
     Raises:
         UserError: A prompt cannot be read, or not by this model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        config: TrainConfig,
-        *,
-        plain_text: bool = False,
-        processor: Any = None,
-        weights: Store | None = None,
-    ):
-        self._tokenizer, self._config, self._plain = tokenizer, config, plain_text
-        loaded = Loaded(model, tokenizer, {}, Path(config.model or ""), processor)
+    def __init__(self, loaded: Loaded, config: TrainConfig, *, plain_text: bool = False, weights: Store | None = None):
+        self._tokenizer, self._config, self._plain = loaded.tokenizer, config, plain_text
         chat = bool(config.sample_prompts) and not plain_text
         self._inference = Inference(loaded, chat=chat, weights=weights)
-        if config.sample_prompts and has_vision(model) and processor is None:
+        if config.sample_prompts and has_vision(loaded.model) and loaded.processor is None:
             raise UserError(
                 "sample_prompts: a model with a vision tower is asked through its processor; give the Trainer "
                 "processor=loaded.processor."
@@ -90,7 +76,7 @@ class Samples:
                     f"{source}: it has {len(prompt.tokens):,} tokens, and max_seq_length is "
                     f"{config.max_seq_length:,}; shorten it."
                 )
-            check_prompt(model, tokenizer, prompt.tokens, source)
+            check_prompt(loaded.model, loaded.tokenizer, prompt.tokens, source)
 
     def are_due(self, progress: Progress, *, last: bool) -> bool:
         """Return whether the prompts are to be answered now; `last` says that the run ends here."""
@@ -125,13 +111,8 @@ class Samples:
 
         Every rank must call it, and waits for rank 0.
         """
-
-        def ended() -> bool:
-            ending.check()
-            return ending.stop.asked and world.size == 1
-
         of_main: list[list[dict[str, str]] | None] = []
-        world.do_on_main(lambda: of_main.append(self.answers(ended)), "answer sample_prompts")
+        world.do_on_main(lambda: of_main.append(self.answers(ending.asks_to_stop)), "answer sample_prompts")
         return of_main[0] if of_main else []
 
     def _entry(self, number: int) -> list[Prompt]:
@@ -176,7 +157,7 @@ class Samples:
         return prompt._replace(
             tokens=pictures.placed(prompt.tokens, source),
             pictures=pictures,
-            text=_written(messages[:asked]),
+            text=written(messages[:asked]),
             thumbnails=[thumbnail(value, folder, source) for value in values if not isinstance(value, Video)],
         )
 
@@ -184,7 +165,7 @@ class Samples:
         """Return the prompt of the first messages, `asked` of them, and the answer that may stand behind them."""
         tokens = tokens_to_answer(self._tokenizer, messages[:asked], options, source)
         expected = self._expected(messages, options, source) if messages[asked:] else None
-        return Prompt(tokens, text=_written(messages[:asked]), expected=expected)
+        return Prompt(tokens, text=written(messages[:asked]), expected=expected)
 
     def _expected(self, messages: Messages, options: dict[str, Any], source: str) -> str:
         """Return the last message as the chat template writes it behind its prompt, without the end of a turn."""
@@ -199,8 +180,10 @@ class Samples:
         return next((text.removesuffix(mark) for mark in ends if mark and text.endswith(mark)), text)
 
 
-def _written(messages: Messages) -> str:
+def written(messages: str | Messages) -> str:
     """Return a conversation as a reader of the report sees it: one message alone, or each behind its role."""
+    if isinstance(messages, str):
+        return messages
     texts = [_shown(message.get("content")) or _calls(message) for message in messages]
     if len(messages) == 1:
         return texts[0]

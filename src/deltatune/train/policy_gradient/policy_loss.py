@@ -46,6 +46,9 @@ def variant_of(config: TrainConfig) -> str:
         raise UserError(f"loss_variant: grpo has no form {variant!r}; expected {', '.join(VARIANTS)}.")
     if variant == CISPO and config.epsilon_high is None:
         raise UserError("epsilon_high: cispo needs the largest ratio of probabilities of a token; give one, such as 5.")
+    if config.pack and (variant in BY_ANSWER or config.sampler_correction == "sequence"):
+        name = f"loss_variant: {variant}" if variant in BY_ANSWER else "sampler_correction: sequence"
+        raise UserError(f"pack: {name} weighs whole answers, each of which needs a row of its own; leave pack out.")
     policy = SampledPolicy.of(config)
     if config.beta and policy != SampledPolicy(config.temperature):
         raise UserError(
@@ -104,7 +107,7 @@ def rollout_loss(token_losses: TokenLosses, config: TrainConfig) -> Callable[...
         old = mx.where(old < EXCLUDED / 2, sampled, old)
         log_ratio = _by_answer(log_p - old, mask, config)
         ratio = mx.exp(log_ratio)
-        losses = _policy_losses(ratio, log_p, rollouts["advantages"][:, None], config)
+        losses = _policy_losses(ratio, log_p, rollouts["advantages"], config)
         correction = _correction(old - sampled, mask, config)
         losses = losses * correction
         divergence: list[mx.array] = []
@@ -165,7 +168,7 @@ def _figures(
     mask: mx.array,
 ) -> mx.array:
     """Return sums and counts of the figures of a step, [2, figures]."""
-    advantages = rollouts["advantages"][:, None]
+    advantages = rollouts["advantages"]
     low, high = clipped[0] & (advantages < 0), clipped[1] & (advantages > 0)
     tokens = mask.sum()
     present = (tokens > 0).astype(mx.float32)

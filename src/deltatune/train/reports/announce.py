@@ -164,7 +164,7 @@ def _batches(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrde
     else:
         rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
-    if config.pack and isinstance(order, BatchOrder):
+    if config.packs_data and isinstance(order, BatchOrder):
         an_update = len(splits.train) / order.rows * config.batch_size * config.grad_accumulation_steps
         share += f", about {an_update:,.0f} {'preferences' if config.has_preferences else 'examples'} an update"
     return f"{rows}, {config.batch_size} a batch{share}"

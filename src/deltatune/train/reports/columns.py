@@ -57,14 +57,6 @@ class Column:
     marked: bool = False
 
 
-def _decimals(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
 def three_digits(value: float) -> str:
     """Format a number as `1,234`, `12.3` or `0.0123`: three digits, or as many as stand before the point."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
@@ -75,21 +67,23 @@ def gigabytes(amount: float) -> str:
     return f"{three_digits(amount)} GB" if amount >= 0.9995 else f"{three_digits(amount * 1000)} MB"
 
 
+_DECIMALS = "{:.3f}".format
+_SHORT = "{:.3g}".format
 # In the order in which they stand.
 _COLUMNS = (
     Column("iter", 7, "iteration", "{:,}".format),
     Column("train loss", 13, "train_loss", "{:.4f}".format, marked=True),
     Column("val loss", 11, "val_loss", "{:.4f}".format, marked=True),
-    Column("margin", 9, "rewards/margins", _decimals, always=False),
-    Column("accuracy", 10, "rewards/accuracies", _decimals, always=False),
-    Column("reward", 9, "reward", _decimals, always=False),
-    Column("exact", 8, "rewards/exact", _decimals, always=False),
+    Column("margin", 9, "rewards/margins", _DECIMALS, always=False),
+    Column("accuracy", 10, "rewards/accuracies", _DECIMALS, always=False),
+    Column("reward", 9, "reward", _DECIMALS, always=False),
+    Column("exact", 8, "rewards/exact", _DECIMALS, always=False),
     Column("length", 9, "completions/mean_length", three_digits, always=False),
-    Column("entropy", 10, "entropy", _short, always=False),
-    Column("KL", 8, "kl", _decimals, always=False),
-    Column("routers", 9, "aux_loss", _short, always=False),
-    Column("grad", 10, "grad_norm", _short),
-    Column("lr", 10, "learning_rate", _short),
+    Column("entropy", 10, "entropy", _SHORT, always=False),
+    Column("KL", 8, "kl", _DECIMALS, always=False),
+    Column("routers", 9, "aux_loss", _SHORT, always=False),
+    Column("grad", 10, "grad_norm", _SHORT),
+    Column("lr", 10, "learning_rate", _SHORT),
     Column("it/s", 8, "iterations_per_second", three_digits),
     Column("tok/s", 9, "tokens_per_second", "{:,.0f}".format),
     Column("memory", 10, "peak_memory", gigabytes),

@@ -21,11 +21,18 @@ from ..saved.state import refusal, writing
 Record = dict[str, Any]
 # The key under which a record of metrics.jsonl holds answers.
 SAMPLES = "samples"
+# The key under which an answer that training has sampled holds the sum of its rewards, as text.
+REWARD = "reward"
 
 
 def is_right(sample: Record) -> bool | None:
     """Return whether an answer is the expected one, but for white space around it; None where none is expected."""
     return sample["answer"].strip() == sample["expected"].strip() if "expected" in sample else None
+
+
+def _kind(samples: Sequence[Record]) -> str:
+    """Return the name of some answers in a service: TRL's for those that training has sampled."""
+    return "completions" if any(REWARD in sample for sample in samples) else SAMPLES
 
 
 def tally(samples: Sequence[Record]) -> str:
@@ -86,9 +93,9 @@ class TensorBoard:
             self._texts = files.EventFileWriter(self._folder)
         for number, sample in enumerate(samples, 1):
             # TensorBoard shows texts as Markdown, in which four spaces keep a line as it is.
-            texts = [sample[name] for name in ("prompt", "expected", "answer") if name in sample]
+            texts = [sample[name] for name in ("prompt", "expected", "answer", REWARD) if name in sample]
             parts = ["\n".join(f"    {line}" for line in text.splitlines()) for text in texts]
-            summary = text_pb(f"samples/{number}", "\n\n---\n\n".join(parts))
+            summary = text_pb(f"{_kind(samples)}/{number}", "\n\n---\n\n".join(parts))
             self._texts.add_event(events.Event(wall_time=time.time(), step=iteration, summary=summary))
         self._texts.flush()
 
@@ -117,9 +124,10 @@ class WandB:
         self._library.log(record, step=iteration)
 
     def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
-        rows = [[iteration, sample["prompt"], sample.get("expected"), sample["answer"]] for sample in samples]
-        table = self._library.Table(columns=["iteration", "prompt", "expected", "answer"], data=rows)
-        self._library.log({"samples": table}, step=iteration)
+        names = ("prompt", "expected", "answer", REWARD)
+        rows = [[iteration, *map(sample.get, names)] for sample in samples]
+        table = self._library.Table(columns=["iteration", *names], data=rows)
+        self._library.log({_kind(samples): table}, step=iteration)
 
     def close(self) -> None:
         self._library.finish()
@@ -140,7 +148,7 @@ class SwanLab(WandB):
 
     def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
         texts = [self._library.Text(sample["answer"], caption=sample["prompt"]) for sample in samples]
-        self._library.log({"samples": texts}, step=iteration)
+        self._library.log({_kind(samples): texts}, step=iteration)
 
 
 SERVICES: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "swanlab": SwanLab}
@@ -225,7 +233,7 @@ class Metrics:
         keep: How many bytes at the start of an existing file are kept; a continued run keeps its earlier lines.
 
     Raises:
-        UserError: If the file cannot be opened or written.
+        UserError: If the file cannot be opened, or by the methods, if the file system refuses.
     """
 
     def __init__(self, path: Path, keep: int = 0):
@@ -241,11 +249,7 @@ class Metrics:
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> int:
-        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Append a record and return the file's length in bytes. NaN and infinity, which JSON lacks, become null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with writing(self._path):
             self._file.write(json.dumps(finite).encode() + b"\n")
@@ -253,11 +257,7 @@ class Metrics:
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Truncate the file to `length` bytes.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Truncate the file to `length` bytes."""
         with writing(self._path):
             # The open file is cut, so that one which was deleted or moved meanwhile keeps no state from being saved.
             self._file.truncate(length)

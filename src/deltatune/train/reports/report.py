@@ -24,7 +24,7 @@ from ...machine import backend, packages
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from .columns import gigabytes
-from .log import SAMPLES, Record, is_right, tally
+from .log import REWARD, SAMPLES, Record, is_right, tally
 
 
 class Curve(NamedTuple):
@@ -61,9 +61,9 @@ def _both(key: str, validation: str) -> list[Curve]:
 
 _REWARDS = ("rewards/chosen", "rewards/rejected")
 _PLOTS = (
-    Plot("Reward of sampled answers", [Curve("reward", "mean"), Curve("reward_std", "deviation")]),
-    Plot("Share of exact answers", [Curve("rewards/exact")], zero=True),
-    Plot("Tokens of an answer", [Curve("completions/mean_length")], zero=True),
+    Plot("Reward of sampled answers", [*_both("reward", "val_reward"), Curve("reward_std", "deviation")]),
+    Plot("Share of exact answers", _both("rewards/exact", "val_rewards/exact"), zero=True),
+    Plot("Tokens of an answer", _both("completions/mean_length", "val_completions/mean_length"), zero=True),
     Plot("Entropy of a sampled token", [Curve("entropy")], zero=True),
     Plot("Divergence from the reference", [Curve("kl")], zero=True),
     Plot(
@@ -128,6 +128,8 @@ def _points(metrics: Sequence[Record], key: str) -> list[tuple[int, float]]:
 
 # No figure of a run is larger; sums of larger ones could overflow in a plot.
 _LARGEST = 1e100
+# How many rewarded answers a report shows.
+_REWARDED = 30
 _RELOAD_SECONDS = 5
 
 
@@ -219,7 +221,7 @@ def parse_record(line: bytes) -> Record | None:
 def _answers(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(sample, dict)
-        and {"prompt", "answer"} <= sample.keys() <= {"prompt", "answer", "expected"}
+        and {"prompt", "answer"} <= sample.keys() <= {"prompt", "answer", "expected", REWARD}
         and all(isinstance(text, str) for text in sample.values())
         for sample in value
     )
@@ -294,6 +296,7 @@ def write_report(
         notes=problems,
         runs={"": records},
         tables=[
+            *rewarded_tables(records),
             *sample_tables(records, description.thumbnails),
             ReportTable("The run", ("what", "value"), list(run.items()), folded=True, shown=True),
             *description.tables,
@@ -318,7 +321,7 @@ def sample_tables(records: Sequence[Record], thumbnails: Sequence[Sequence[str]]
         records: The records.
         thumbnails: The images of each prompt as data URIs.
     """
-    answered = [(record["iteration"], record[SAMPLES]) for record in records if record.get(SAMPLES)]
+    answered = [(at, samples) for at, samples in _samples(records) if REWARD not in samples[0]]
     if not answered:
         return []
     (first, before), (last, now) = answered[0], answered[-1]
@@ -337,6 +340,24 @@ def sample_tables(records: Sequence[Record], thumbnails: Sequence[Sequence[str]]
     if len(answered) > 2:
         tables.append(ReportTable(f"All {len(every):,} answers", ("sample", "iteration", "answer"), every, folded=True))
     return tables
+
+
+def _samples(records: Sequence[Record]) -> list[tuple[int, list[Record]]]:
+    """Return the answers of each record that has some, behind its iteration."""
+    return [(record["iteration"], record[SAMPLES]) for record in records if record.get(SAMPLES)]
+
+
+def rewarded_tables(records: Sequence[Record]) -> list[ReportTable]:
+    """Return a table of the last answers that training has sampled, with their rewards, where the records have any."""
+    rows = [
+        (at, sample[REWARD], sample["prompt"], sample["answer"])
+        for at, samples in _samples(records)
+        for sample in samples
+        if REWARD in sample
+    ]
+    columns = ("iteration", REWARD, "prompt", "answer")
+    note = "The best, the middle and the worst answer before each report; metrics.jsonl has all of them."
+    return [ReportTable("Sampled answers", columns, rows[-_REWARDED:], note, folded=True, shown=True)] if rows else []
 
 
 def options_yaml(config: TrainConfig) -> str:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from rich.console import Console, RenderableType
 from rich.panel import Panel
@@ -17,7 +18,7 @@ from rich.text import Text
 from ...wrapping import wrapped
 from ..preferences.objectives import line as figures_line
 from .columns import Columns, Record, duration, gigabytes, sparkline, three_digits
-from .log import SAMPLES, is_right, tally
+from .log import REWARD, SAMPLES, is_right, tally
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
 _SHOWN, _SHOWN_WHOLE = 100, 400
@@ -122,6 +123,8 @@ class Screen:
         for sample in record[SAMPLES][:_SAMPLES]:
             right = is_right(sample)
             style = {True: "green", False: "red", None: ""}[right]
+            if REWARD in sample:
+                table.add_row("reward", Text(sample[REWARD], style="bold"))
             # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
             table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))
             if right is False:
@@ -142,8 +145,9 @@ class Screen:
         self._print(Text.assemble(("Next:\n", "dim"), to_paste(command, self._console.width)))
 
     def start(self, done: int, total: int) -> None:
-        """Show the bar if this is a terminal that can draw it; `done` of `total` iterations are complete."""
-        if not (self._shown and self._console.is_terminal) or self._console.is_dumb_terminal:
+        """Show the bar on a terminal or in a notebook that can draw it; `done` of `total` iterations are complete."""
+        drawn = self._console.is_terminal or (self._console.is_jupyter and find_spec("ipywidgets") is not None)
+        if not (self._shown and drawn) or self._console.is_dumb_terminal:
             return
         columns = (
             TextColumn("{task.description}"),
@@ -271,6 +275,8 @@ def sample_lines(record: Record) -> str:
     for number, sample in enumerate(samples[:_SAMPLES], 1):
         right = is_right(sample)
         judged = " (right)" if right else ""
+        if REWARD in sample:
+            judged = f" (reward {sample[REWARD]})"
         if right is False:
             judged = f" (expected {_beginning(sample['expected'])})"
         lines.append(f"{at}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}{judged}")

@@ -6,7 +6,6 @@ depends on the seed and the number of the sampling alone, so that no random stat
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +16,18 @@ import numpy as np
 
 from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate
 from ...data.batches.order import BatchOrder
+from ...data.batches.packing import pack
 from ...data.example import Example
 from ...data.prompt_rows import PromptExample
-from ...data.rows.row_formats import ASSISTANT
 from ...machine.numpy_arrays import as_numpy
 from ...options.config import TrainConfig
-from ...rewards import Rewards
 from ..distributed import World
+from ..evaluation.samples import written
 from ..policy_gradient.policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
 from ..tree import iteration_key
 from .advantages import group_advantages, leave_one_out, total_rewards
-from .answer_sampler import AnswerSampler, SampledAnswers
+from .answer_sampler import SampledAnswers
+from .rewarded_sampler import RewardedSampler
 from .rollout_figures import figures, names_of
 
 # An advantage below this is rounding alone.
@@ -103,28 +103,25 @@ class RolloutOrder:
 
     Args:
         prompts: This rank's prompts, in the order of the data.
-        sampler: Samples answers to prompts.
-        rewards: The reward functions.
-        check: Is called while rewards are awaited, and may leave the sampling by an error.
+        sampler: Samples answers to prompts, and rewards them.
         scoring: Gives log-probabilities in training.
         config: The options of the run.
         world: The ranks of the run.
+
+    Attributes:
+        sampler: The argument.
     """
 
     def __init__(
         self,
         prompts: BatchOrder,
-        sampler: AnswerSampler,
-        rewards: Rewards,
-        check: Callable[[], None],
+        sampler: RewardedSampler,
         scoring: Scoring,
         config: TrainConfig,
         world: World,
     ):
+        self.sampler = sampler
         self._prompts = prompts
-        self._sampler = sampler
-        self._rewards = rewards
-        self._check = check
         self._scoring = scoring
         self._config = config
         self._world = world
@@ -134,12 +131,14 @@ class RolloutOrder:
         self._used = 0
         self._place = prompts.state()
         self._rollouts: Rollouts | None = None
+        # The weighted sums of the rewards of their answers, [N], and the advantages.
+        self._totals = np.zeros(0)
         self._advantages = np.zeros(0)
 
     @property
     def figures(self) -> tuple[str, ...]:
         """The names of the figures of a batch."""
-        return names_of(self._rewards.names)
+        return names_of(self.sampler.rewards.names)
 
     def peek(self) -> None:
         """The next batch depends on the present update."""
@@ -175,6 +174,21 @@ class RolloutOrder:
             self._end_sampling()
         return batch
 
+    def samples(self) -> list[dict[str, str]]:
+        """Return the best, the middle and the worst answer of the last sampling, each with its prompt and reward."""
+        ranked = [number for number in np.argsort(-self._totals, kind="stable") if not np.isnan(self._totals[number])]
+        if self._rollouts is None or not ranked:
+            return []
+        texts = self.sampler.texts(self._rollouts.answers)
+        return [
+            {
+                "prompt": written(self._prompt(self._rollouts, number).question),
+                "answer": texts[number],
+                "reward": f"{self._totals[number]:.4g}",
+            }
+            for number in dict.fromkeys((ranked[0], ranked[len(ranked) // 2], ranked[-1]))
+        ]
+
     def _end_sampling(self) -> None:
         self._sampling += 1
         self._used = 0
@@ -188,34 +202,14 @@ class RolloutOrder:
         """Sample answers to prompts, and reward them."""
         config = self._config
         prompts, shares = _joined(batches)
-        started = time.perf_counter()
         # The first half of the split is the dropout's of an iteration.
         key = mx.random.split(iteration_key(config.seed, self._sampling, self._world.rank))[1]
-        answers = self._sampler(prompts, key)
-        sampled = time.perf_counter()
-        rewards = np.zeros((len(self._rewards.names), 0), np.float32)
-        if prompts:
-            rewards = self._rewarded([prompt for prompt in prompts for _ in range(config.num_generations)], answers)
-        seconds = (sampled - started, time.perf_counter() - sampled)
-        rollouts = Rollouts(self._sampling, prompts, shares, answers, rewards, seconds)
+        rollouts = Rollouts(self._sampling, prompts, shares, *self.sampler(prompts, key))
         if needs_old(config):
             rollouts = replace(rollouts, old=self._scored(rollouts, self._scoring.policy))
         if config.beta:
             rollouts = replace(rollouts, reference=self._scored(rollouts, self._scoring.reference))
         return rollouts
-
-    def _rewarded(self, prompts: Sequence[PromptExample], answers: SampledAnswers) -> np.ndarray:
-        """Return the rewards [functions, N] of answers, each with its prompt."""
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        rows = zip(answers.tokens, answers.lengths, strict=True)
-        columns["completion_ids"] = [tokens[:length].tolist() for tokens, length in rows]
-        questions = [prompt.question for prompt in prompts]
-        completions: list[Any] = [
-            text if isinstance(question, str) else [{"role": ASSISTANT, "content": text}]
-            for text, question in zip(self._sampler.texts(answers), questions, strict=True)
-        ]
-        return np.asarray(self._rewards(questions, completions, columns, self._check), np.float32)
 
     def _scored(self, rollouts: Rollouts, score: Callable[[Batch], np.ndarray]) -> np.ndarray:
         """Return the log-probabilities [N, M] of all answers, computed a batch at a time."""
@@ -224,18 +218,17 @@ class RolloutOrder:
         for start in range(0, len(scored), rows):
             group = list(range(start, min(start + rows, len(scored))))
             nothing = np.zeros(len(scored), np.float32)
-            batch = self._laid_out(rollouts, group, nothing, nothing, rows)
+            batch, places = self._laid_out(rollouts, group, nothing, nothing, rows)
             scores = score(batch)
-            for row, number in enumerate(group):
-                length = rollouts.answers.lengths[number]
-                first = len(self._prompt(rollouts, number).tokens) - 1
-                scored[number, :length] = scores[row, first : first + length]
+            for number, place in zip(group, places, strict=True):
+                scored[number, : rollouts.answers.lengths[number]] = scores[place]
         return scored
 
     def _take(self, rollouts: Rollouts) -> None:
         """Make these rollouts the present ones."""
         config, size = self._config, self._config.num_generations
-        totals = total_rewards(rollouts.rewards, self._rewards.weights)
+        totals = total_rewards(rollouts.rewards, self.sampler.rewards.weights)
+        self._totals = totals
         if self._variant == RLOO:
             if rollouts.reference is not None and rollouts.old is not None:
                 counted = self._counted(rollouts)[:, None]
@@ -277,12 +270,11 @@ class RolloutOrder:
         # Few numbers of rows are compiled: powers of two, in groups, up to those of a whole batch.
         most = config.batch_size // self._world.size
         room = min(2 ** max(len(judged) - 1, 0).bit_length(), most) * size
-        batch = self._laid_out(rollouts, rows, weights, self._advantages, room)
+        batch, _ = self._laid_out(rollouts, rows, weights, self._advantages, room)
         assert batch.rollouts is not None
         of_sampling = batch.rollouts.figures
         if self._used == 0 and rollouts.prompts:
-            totals = total_rewards(rollouts.rewards, self._rewards.weights).reshape(-1, size)
-            of_sampling = figures(rollouts.rewards, totals, rollouts.answers, rollouts.seconds)
+            of_sampling = figures(rollouts.rewards, self._totals.reshape(-1, size), rollouts.answers, rollouts.seconds)
         return replace(batch, rollouts=replace(batch.rollouts, total=np.array(total, np.float32), figures=of_sampling))
 
     def _token_weights(self, rollouts: Rollouts, numbers: Sequence[int]) -> tuple[np.ndarray, float]:
@@ -301,35 +293,63 @@ class RolloutOrder:
 
     def _laid_out(
         self, rollouts: Rollouts, numbers: Sequence[int], weights: np.ndarray, advantages: np.ndarray, rows: int
-    ) -> Batch:
-        """Lay answers out in a batch of so many rows, one behind its prompt in each.
+    ) -> tuple[Batch, list[tuple[int, slice]]]:
+        """Lay answers out in a batch, each behind its prompt: one in a row, or as documents that share rows.
 
         Args:
             rollouts: The answers.
             numbers: Their numbers.
             weights: [N], the weight of each token of an answer.
             advantages: [N], the advantage of each answer.
-            rows: The rows of the batch; those without an answer are blank.
+            rows: The rows of the batch, or the most where they are shared; those without an answer are blank.
+
+        Returns:
+            The batch, and for each of the numbers the row and the positions of its answer.
         """
         answers = rollouts.answers
-        documents: list[list[Example]] = []
-        for number in numbers:
-            prompt = self._prompt(rollouts, number)
-            tokens = np.concatenate([prompt.tokens, answers.tokens[number, : answers.lengths[number]]])
-            targets = np.arange(len(tokens)) >= len(prompt.tokens)
-            documents.append([Example(tokens, targets, prompt.source)])
-        widths = bucket_widths(self._config.max_seq_length)
-        longest = max((document.positions for row in documents for document in row), default=1)
-        width = widths[bisect_left(widths, longest)]
-        batch = collate([*documents, *[[]] * (rows - len(documents))], width, packed=False)
+        documents = [self._document(rollouts, number) for number in numbers]
+        positions = [document.positions for document in documents]
+        packed = self._config.pack
+        shared: list[tuple[int, ...]] = [(at,) for at in range(len(documents))]
+        # Packed rows are as wide as the longest prompt with the longest answer, so that one width is compiled.
+        width = self._prompts.widths[-1]
+        if packed:
+            shared = pack(positions, width)
+            rows = min(2 ** max(len(shared) - 1, 0).bit_length(), rows)
+        else:
+            widths = bucket_widths(self._config.max_seq_length)
+            width = widths[bisect_left(widths, max(positions, default=1))]
+        filled = [[documents[at] for at in row] for row in shared]
+        batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed)
         placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
-        beside = {name: np.zeros(batch.weights.shape, np.float32) for name in placed if placed[name] is not None}
-        of_rows = np.zeros(rows, np.float32)
-        for row, number in enumerate(numbers):
-            at = batch.weights[row] > 0
-            for name, array in beside.items():
-                array[row, at] = placed[name][number, : answers.lengths[number]]  # type: ignore[index]
-            batch.weights[row] *= weights[number]
-            of_rows[row] = advantages[number]
+        of_targets = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
+        of_targets["advantages"] = np.zeros_like(batch.weights)
+        places = _places(shared, documents)
+        for number, place in zip(numbers, places, strict=True):
+            for name in of_targets.keys() & placed.keys():
+                of_targets[name][place] = placed[name][number, : answers.lengths[number]]  # type: ignore[index]
+            of_targets["advantages"][place] = advantages[number]
+            batch.weights[place] *= weights[number]
         blank = np.zeros((2, len(self.figures)), np.float32)
-        return replace(batch, rollouts=RolloutBatch(of_rows, total=np.array(1, np.float32), figures=blank, **beside))
+        beside = RolloutBatch(total=np.array(1, np.float32), figures=blank, **of_targets)
+        return replace(batch, rollouts=beside), places
+
+    def _document(self, rollouts: Rollouts, number: int) -> Example:
+        """Return an answer behind its prompt."""
+        prompt = self._prompt(rollouts, number)
+        answer = rollouts.answers.tokens[number, : rollouts.answers.lengths[number]]
+        tokens = np.concatenate([prompt.tokens, answer])
+        return Example(tokens, np.arange(len(tokens)) >= len(prompt.tokens), prompt.source)
+
+
+def _places(rows: Sequence[Sequence[int]], documents: Sequence[Example]) -> list[tuple[int, slice]]:
+    """Return the row of each document and the positions of its targets, where documents of a row follow one another."""
+    places: dict[int, tuple[int, slice]] = {}
+    for row, members in enumerate(rows):
+        start = 0
+        for at in members:
+            document = documents[at]
+            end = start + document.positions
+            places[at] = (row, slice(end - int(document.targets.sum()), end))
+            start = end
+    return [places[at] for at in range(len(documents))]

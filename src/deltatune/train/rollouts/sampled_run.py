@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import numpy as np
 
 from ...data.batches.batch import Batch
 from ...data.batches.order import BatchOrder
+from ...data.example import Example
 from ...lora.convert import without_adapters
 from ...machine.numpy_arrays import as_numpy
 from ...models.load import Loaded
@@ -23,7 +24,11 @@ from ..ending.early_end import Ending
 from ..ending.interrupt import InterruptedSamplingError
 from ..evaluation.evaluate import evaluating
 from ..preferences.loss import TokenLosses
+from ..preferences.objectives import line
+from ..reports.screen import Screen
+from ..setup import batch_order
 from .answer_sampler import AnswerSampler
+from .rewarded_sampler import RewardedSampler, RewardEvaluation
 from .rollout_order import RolloutOrder, Scoring
 
 
@@ -73,11 +78,52 @@ def rollout_order(
     """
 
     def between() -> None:
-        ending.check()
-        if ending.stop.asked and world.size == 1:
+        if ending.asks_to_stop():
             raise InterruptedSamplingError
 
+    sampler = _rewarded_sampler(loaded, config, prompts, rewards, between, world)
+    return RolloutOrder(prompts, sampler, scoring_of(loaded.model, token_losses), config, world)
+
+
+def _rewarded_sampler(
+    loaded: Loaded,
+    config: TrainConfig,
+    prompts: BatchOrder,
+    rewards: Rewards,
+    between: Callable[[], None],
+    world: World,
+) -> RewardedSampler:
     rows = config.batch_size // world.size * config.grad_accumulation_steps * config.num_generations
-    sampler = AnswerSampler(loaded, config, rows, prompts.widths[-1], between)
-    scoring = scoring_of(loaded.model, token_losses)
-    return RolloutOrder(prompts, sampler, rewards, between, scoring, config, world)
+    return RewardedSampler(AnswerSampler(loaded, config, rows, prompts.widths[-1], between), rewards, between)
+
+
+def say_reward(
+    name: str,
+    loaded: Loaded,
+    config: TrainConfig,
+    prompts: Sequence[Example],
+    rewards: Rewards,
+    world: World,
+    screen: Screen,
+) -> float:
+    """Answer the prompts of a split, print the mean reward and return it.
+
+    Args:
+        name: The split, as the line names it.
+        loaded: The model, and its tokenizer with the tokens that end an answer.
+        config: The options of the run.
+        prompts: The prompts of the split.
+        rewards: The reward functions.
+        world: The ranks of the run.
+        screen: Where the line is printed.
+
+    Raises:
+        NoResultError: The probability of a token is not finite.
+    """
+    order = batch_order(prompts, config, world)
+    sampler = _rewarded_sampler(loaded, config, order, rewards, lambda: None, world)
+    evaluation = RewardEvaluation(sampler, config, world)
+    loss = evaluation(order, config.test_batches)
+    assert loss is not None
+    screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
+    return -loss

@@ -39,7 +39,8 @@ class Outputs:
         note: A sentence for the user about the checkpoint, or None.
 
     Raises:
-        UserError: A checkpoint needs the folder that `config.model` names, and it is not there.
+        UserError: A checkpoint needs the folder that `config.model` names, and it is not there; by the methods that
+            write, the file system refuses.
     """
 
     def __init__(
@@ -85,11 +86,7 @@ class Outputs:
             probe.unlink()
 
     def save_weights(self, iteration: int) -> None:
-        """Write the trained weights, so that mlx_lm can load them.
-
-        Raises:
-            UserError: If the file system refuses.
-        """
+        """Write the trained weights, so that mlx_lm can load them."""
         if self._checkpoint is not None:
             self._save_checkpoint(self._checkpoint, self.directory)
             return
@@ -104,9 +101,6 @@ class Outputs:
         Args:
             iteration: The iteration after which they were evaluated.
             loss: Their validation loss per token.
-
-        Raises:
-            UserError: If the file system refuses.
         """
         if self._checkpoint is not None:
             self._save_checkpoint(self._checkpoint, self.best)

@@ -102,8 +102,8 @@ template <typename In, int D, int DV, int HEIGHT>
 struct HopperForwardMemory {
   static constexpr constant int key = HEIGHT * panels(D) * 2, value = HEIGHT * panels(DV) * 2;
   static constexpr constant bool in_registers = held(D, DV);
-  static constexpr constant int keys = in_registers ? 0 : 128 * panels(D) * 2;
-  static constexpr constant int stages = stages_beside(keys, key + value);
+  static constexpr constant int own = in_registers ? 0 : 128 * panels(D) * 2, keys = own;
+  static constexpr constant int stages = stages_beside(keys, key + value), value_stages = stages;
   static constexpr constant int values = keys + stages * key;
   static constexpr constant int barriers = values + stages * value;
   static constexpr constant int bytes = barriers + 192 + 1024;
@@ -166,13 +166,14 @@ inline void softmax_step(thread float (&scores)[COUNT], thread float* largest, t
   }
 }
 
-// Loads the tiles of the forward pass.
-template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PK, typename PV>
-inline void load_forward(Room room, HopperBarriers barriers, PQ q, PK k, PV v, int first, int last) {
-  using Memory = HopperForwardMemory<In, D, DV, HEIGHT>;
+// Loads the tiles of the forward pass, which has no dy, and of the kernel that computes dq.
+inline void copy_tile(unsigned, Nothing, int, unsigned) {}
+template <typename Memory, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PK, typename PV>
+inline void load_keys(Room room, HopperBarriers barriers, PQ q, PD dy, PK k, PV v, int first, int last) {
   if (!Memory::in_registers) {
     mbarrier_expect(barriers.own(), Memory::keys);
-    copy_tile(room.place, q, Memory::keys, barriers.own());
+    copy_tile(room.place, q, Memory::own, barriers.own());
+    copy_tile(room.place + Memory::own, dy, Memory::keys - Memory::own, barriers.own());
   }
   for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
     const int stage = step % Memory::stages, round = step / Memory::stages;
@@ -180,10 +181,23 @@ inline void load_forward(Room room, HopperBarriers barriers, PQ q, PK k, PV v, i
     mbarrier_expect(barriers.keys(stage), Memory::key);
     copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
               barriers.keys(stage));
-    if (round > 0) mbarrier_wait(barriers.values_read(stage), round - 1);
-    mbarrier_expect(barriers.values(stage), Memory::value);
-    copy_tile(room.place + Memory::values + stage * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
-              barriers.values(stage));
+    const int other = step % Memory::value_stages, turn = step / Memory::value_stages;
+    if (turn > 0) mbarrier_wait(barriers.values_read(other), turn - 1);
+    mbarrier_expect(barriers.values(other), Memory::value);
+    copy_tile(room.place + Memory::values + other * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
+              barriers.values(other));
+  }
+}
+
+// Skips the tiles from the present one down to `to`.
+template <typename Memory>
+inline void skip_tiles(HopperBarriers barriers, thread int& step, thread int& tile, int to, Place at) {
+  constexpr int stages = Memory::stages, value_stages = Memory::value_stages;
+  for (; tile >= to; --tile, ++step) {
+    mbarrier_wait(barriers.keys(step % stages), step / stages);
+    release(barriers.keys_read(step % stages), at);
+    mbarrier_wait(barriers.values(step % value_stages), step / value_stages);
+    release(barriers.values_read(step % value_stages), at);
   }
 }
 
@@ -225,14 +239,6 @@ inline void attend(Room room, HopperBarriers barriers, PQ q, thread float (&resu
   unsigned weights[N / 4];
   unsigned own_rows[Memory::in_registers ? panels(D) / 4 : 4];
   int step = 0, tile = last - 1;
-  const auto skip = [&](int to) {
-    for (; tile >= to; --tile, ++step) {
-      mbarrier_wait(barriers.keys(step % stages), step / stages);
-      release(barriers.keys_read(step % stages), at);
-      mbarrier_wait(barriers.values(step % stages), step / stages);
-      release(barriers.values_read(step % stages), at);
-    }
-  };
   const auto multiply = [&](int number) {
     RowsTimes<Memory::in_registers>::template of<In, N, panels(D)>(
         scores, own_rows, own, room.place + Memory::keys + number % stages * Memory::key, panel);
@@ -244,7 +250,7 @@ inline void attend(Room room, HopperBarriers barriers, PQ q, thread float (&resu
     products_sent();
   };
   RowsTimes<Memory::in_registers>::template take<panels(D)>(own_rows, q, barriers, at);
-  skip(own_last > first ? own_last : first);
+  skip_tiles<Memory>(barriers, step, tile, own_last > first ? own_last : first, at);
   if (tile >= own_first) {
     mbarrier_wait(barriers.keys(step % stages), step / stages);
     register_fence(scores);
@@ -289,7 +295,7 @@ inline void attend(Room room, HopperBarriers barriers, PQ q, thread float (&resu
     release(barriers.values_read(step % stages), at);
     --tile, ++step;
   }
-  skip(first);
+  skip_tiles<Memory>(barriers, step, tile, first, at);
 }
 
 // Computes the outputs of attention_forward, from packed q, k and v, with sums [B, HQ, whole(TQ, 128)]. The grid is
@@ -312,9 +318,9 @@ inline void attention_hopper_forward(Place at, threadgroup char* memory, int hea
   if (at.group < 4) {
     fewer_registers<24>();
     if (at.index == 0)
-      load_forward<In, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + row) * panels(D),
-                                      k + key_head * whole(keys, 128) * panels(D),
-                                      v + key_head * whole(keys, 128) * panels(DV), first, last);
+      load_keys<Memory, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + row) * panels(D), Nothing{},
+                                       k + key_head * whole(keys, 128) * panels(D),
+                                       v + key_head * whole(keys, 128) * panels(DV), first, last);
     return;
   }
   more_registers<240>();
@@ -365,29 +371,6 @@ struct HopperQueriesMemory {
   static constexpr constant int bytes = barriers + 192 + 1024;
 };
 
-// Loads the tiles of the kernel that computes dq.
-template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD, typename PK, typename PV>
-inline void load_keys(Room room, HopperBarriers barriers, PQ q, PD dy, PK k, PV v, int first, int last) {
-  using Memory = HopperQueriesMemory<In, D, DV, HEIGHT>;
-  if (!Memory::in_registers) {
-    mbarrier_expect(barriers.own(), Memory::keys);
-    copy_tile(room.place, q, Memory::own, barriers.own());
-    copy_tile(room.place + Memory::own, dy, Memory::keys - Memory::own, barriers.own());
-  }
-  for (int tile = last - 1, step = 0; tile >= first; --tile, ++step) {
-    const int stage = step % Memory::stages, round = step / Memory::stages;
-    if (round > 0) mbarrier_wait(barriers.keys_read(stage), round - 1);
-    mbarrier_expect(barriers.keys(stage), Memory::key);
-    copy_tile(room.place + Memory::keys + stage * Memory::key, k + (long)tile * HEIGHT * panels(D), Memory::key,
-              barriers.keys(stage));
-    const int other = step % Memory::value_stages, turn = step / Memory::value_stages;
-    if (turn > 0) mbarrier_wait(barriers.values_read(other), turn - 1);
-    mbarrier_expect(barriers.values(other), Memory::value);
-    copy_tile(room.place + Memory::values + other * Memory::value, v + (long)tile * HEIGHT * panels(DV), Memory::value,
-              barriers.values(other));
-  }
-}
-
 // Computes dq of 64 rows in the manner of `attend`: while the products of one tile run, the gradients of the scores of
 // the next are computed.
 template <typename In, int D, int DV, int HEIGHT, typename PQ, typename PD>
@@ -403,14 +386,6 @@ inline void add_gradients(Room room, HopperBarriers barriers, PQ q, PD dy, threa
   unsigned gradients[N / 4];
   unsigned own_rows[Memory::in_registers ? panels(D) / 4 : 4], own_gradients[Memory::in_registers ? panels(DV) / 4 : 4];
   int step = 0, tile = last - 1;
-  const auto skip = [&](int to) {
-    for (; tile >= to; --tile, ++step) {
-      mbarrier_wait(barriers.keys(step % stages), step / stages);
-      release(barriers.keys_read(step % stages), at);
-      mbarrier_wait(barriers.values(step % value_stages), step / value_stages);
-      release(barriers.values_read(step % value_stages), at);
-    }
-  };
   // `differentiate` replaces scores by weights, and `weigh` the products of dy and v by the scores' gradients.
   const auto differentiate = [&](int column) {
     mask_scores(scores, column, rows, at);
@@ -434,7 +409,7 @@ inline void add_gradients(Room room, HopperBarriers barriers, PQ q, PD dy, threa
   };
   Times::template take<panels(D)>(own_rows, q, barriers, at);
   Times::template take<panels(DV)>(own_gradients, dy, barriers, at);
-  skip(own_last > first ? own_last : first);
+  skip_tiles<Memory>(barriers, step, tile, own_last > first ? own_last : first, at);
   if (tile >= own_first) {
     mbarrier_wait(barriers.keys(step % stages), step / stages);
     mbarrier_wait(barriers.values(step % value_stages), step / value_stages);
@@ -486,7 +461,7 @@ inline void add_gradients(Room room, HopperBarriers barriers, PQ q, PD dy, threa
     release(barriers.keys_read(step % stages), at);
     --tile, ++step;
   }
-  skip(first);
+  skip_tiles<Memory>(barriers, step, tile, first, at);
 }
 
 // Computes dq, as attention_queries does, from packed operands. The grid is that of the forward pass.
@@ -508,10 +483,10 @@ inline void attention_hopper_queries(Place at, threadgroup char* memory, int hea
   if (at.group < 4) {
     fewer_registers<24>();
     if (at.index == 0)
-      load_keys<In, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + row) * panels(D),
-                                   dy + (head * tiles * 128 + row) * panels(DV),
-                                   k + key_head * whole(keys, 128) * panels(D),
-                                   v + key_head * whole(keys, 128) * panels(DV), first, last);
+      load_keys<Memory, D, DV, HEIGHT>(room, barriers, q + (head * tiles * 128 + row) * panels(D),
+                                       dy + (head * tiles * 128 + row) * panels(DV),
+                                       k + key_head * whole(keys, 128) * panels(D),
+                                       v + key_head * whole(keys, 128) * panels(DV), first, last);
     return;
   }
   more_registers<240>();
@@ -602,58 +577,73 @@ inline void multiply_by_weights(thread float (&x)[32], threadgroup const float* 
     for (int j = 0; j < 4; ++j) x[4 * i + j] *= weights[j];
   }
 }
-// Computes dv: the weights [keys, queries] from k and q are handed over, then multiplied with dy. A unit of the work is
-// a tile of queries with 64 keys. While the products of one unit run, the weights of the next are computed.
-template <typename In, int D, int DV, int HEIGHT, typename PL>
-inline void add_values(Room room, HopperBarriers barriers, thread float (&results)[HEIGHT / 64][panels(DV) / 2],
-                       const thread Rows* rows, float scale, PL sums, HopperSteps steps, Place at) {
+// Computes dv: the weights [keys, queries] from k and q are handed over, then multiplied with dy. Or, TO_KEYS, dk: the
+// products [keys, queries] of v and dy are multiplied by the weights from the other group, then with q. A unit of the
+// work is a tile of queries with 64 keys. While the products of one unit run, the scores of the next are weighed.
+template <bool TO_KEYS, typename In, int D, int DV, int HEIGHT, typename PL>
+inline void add_units(Room room, HopperBarriers barriers,
+                      thread float (&results)[HEIGHT / 64][panels(TO_KEYS ? D : DV) / 2], const thread Rows* rows,
+                      float scale, PL numbers, HopperSteps steps, Place at) {
   using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
   constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
   float scores[32], row_numbers[16];
   unsigned weights[16];
+  const auto wait = [&](bool values, int step) {
+    mbarrier_wait(values ? barriers.values(step % stages) : barriers.keys(step % stages), step / stages);
+  };
+  const auto read = [&](bool values, int step) {
+    release(values ? barriers.values_read(step % stages) : barriers.keys_read(step % stages), at);
+  };
+  const auto query = [&](int step) { return room.place + Memory::queries + step % stages * Memory::query; };
+  const auto gradient = [&](int step) { return room.place + Memory::gradients + step % stages * Memory::gradient; };
   const auto multiply = [&](int step, int b) {
-    multiply_rows<In, 64, panels(D)>(scores, room.place + b * Memory::block, 8192,
-                                     room.place + Memory::queries + step % stages * Memory::query, 8192);
+    multiply_rows<In, 64, panels(TO_KEYS ? DV : D)>(
+        scores, room.place + (TO_KEYS ? Memory::own + b * Memory::value_block : b * Memory::block), 8192,
+        TO_KEYS ? gradient(step) : query(step), 8192);
     products_sent();
   };
   const auto add = [&](int step, int b) {
-    add_columns<In, panels(DV), 64>(results[b], weights, room.place + Memory::gradients + step % stages * Memory::gradient,
-                                    8192);
+    add_columns<In, panels(TO_KEYS ? D : DV), 64>(results[b], weights, TO_KEYS ? query(step) : gradient(step), 8192);
     products_sent();
   };
   const auto weigh = [&](int step, int b) {
-    mask_scores(scores, steps.tile(step) * 64, rows[b], at);
+    if (!TO_KEYS) mask_scores(scores, steps.tile(step) * 64, rows[b], at);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 32; ++i) scores[i] = power_of_two(scores[i] * scale - row_numbers[i / 4 * 2 + (i & 1)]);
-    if (b + 1 == blocks) release(barriers.keys_read(step % stages), at);
-    pass_weights(room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), scores, at);
+    for (int i = 0; i < 32; ++i) {
+      const float number = row_numbers[i / 4 * 2 + (i & 1)];
+      scores[i] = TO_KEYS ? scores[i] - number : power_of_two(scores[i] * scale - number);
+    }
+    if (b + 1 == blocks) read(TO_KEYS, step);
+    threadgroup float* exchange = room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384);
+    if (!TO_KEYS) pass_weights(exchange, scores, at);
     named_barrier<256>();
+    if (TO_KEYS) multiply_by_weights(scores, exchange, at);
   };
   const auto go_on = [&](int step, int b) {
     const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
-    if (next_block == 0) mbarrier_wait(barriers.keys(next % stages), next / stages);
-    if (b == 0) mbarrier_wait(barriers.values(step % stages), step / stages);
+    if (next_block == 0) wait(TO_KEYS, next);
+    if (b == 0) wait(!TO_KEYS, step);
     register_fence(scores);
     register_fence(results[b]);
     register_fence(weights);
     products_start();
     multiply(next, next_block);
     add(step, b);
-    if (next_block == 0) load_row_numbers(row_numbers, sums + steps.row(next), at);
+    if (next_block == 0) load_row_numbers(row_numbers, numbers + steps.row(next), at);
     products_wait<1>();
     register_fence(scores);
     weigh(next, next_block);
     products_wait<0>();
     register_fence(results[b]);
-    if (b + 1 == blocks) release(barriers.values_read(step % stages), at);
+    if (b + 1 == blocks) read(!TO_KEYS, step);
     pack_rows<In>(weights, scores);
   };
   if (steps.all() == 0) return;
-  mbarrier_wait(barriers.keys(0), 0);
+  wait(TO_KEYS, 0);
   register_fence(scores);
   products_start();
   multiply(0, 0);
-  load_row_numbers(row_numbers, sums + steps.row(0), at);
+  load_row_numbers(row_numbers, numbers + steps.row(0), at);
   products_wait<0>();
   register_fence(scores);
   weigh(0, 0);
@@ -665,80 +655,9 @@ inline void add_values(Room room, HopperBarriers barriers, thread float (&result
   }
   DELTATUNE_UNROLL
   for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
-  if (blocks == 1) mbarrier_wait(barriers.values(end % stages), end / stages);
+  if (blocks == 1) wait(!TO_KEYS, end);
   register_fence(results[blocks - 1]);
   register_fence(weights);
-  products_start();
-  add(end, blocks - 1);
-  products_wait<0>();
-  register_fence(results[blocks - 1]);
-}
-
-// Computes dk: the products [keys, queries] of v and dy are multiplied by the weights from the other group, then with
-// q.
-template <typename In, int D, int DV, int HEIGHT, typename PL>
-inline void add_keys(Room room, HopperBarriers barriers, thread float (&results)[HEIGHT / 64][panels(D) / 2],
-                     PL delta, HopperSteps steps, Place at) {
-  using Memory = HopperKeysMemory<In, D, DV, HEIGHT>;
-  constexpr int blocks = HEIGHT / 64, stages = Memory::stages;
-  float products[32], row_numbers[16];
-  unsigned gradients[16];
-  const auto multiply = [&](int step, int b) {
-    multiply_rows<In, 64, panels(DV)>(products, room.place + Memory::own + b * Memory::value_block, 8192,
-                                      room.place + Memory::gradients + step % stages * Memory::gradient, 8192);
-    products_sent();
-  };
-  const auto add = [&](int step, int b) {
-    add_columns<In, panels(D), 64>(results[b], gradients, room.place + Memory::queries + step % stages * Memory::query,
-                                   8192);
-    products_sent();
-  };
-  const auto weigh = [&](int step, int b) {
-    DELTATUNE_UNROLL
-    for (int i = 0; i < 32; ++i) products[i] -= row_numbers[i / 4 * 2 + (i & 1)];
-    if (b + 1 == blocks) release(barriers.values_read(step % stages), at);
-    named_barrier<256>();
-    multiply_by_weights(products, room.floats(Memory::exchange + (step * blocks + b) % 2 * 16384), at);
-  };
-  const auto go_on = [&](int step, int b) {
-    const int next = step + (b + 1) / blocks, next_block = (b + 1) % blocks;
-    if (next_block == 0) mbarrier_wait(barriers.values(next % stages), next / stages);
-    if (b == 0) mbarrier_wait(barriers.keys(step % stages), step / stages);
-    register_fence(products);
-    register_fence(results[b]);
-    register_fence(gradients);
-    products_start();
-    multiply(next, next_block);
-    add(step, b);
-    if (next_block == 0) load_row_numbers(row_numbers, delta + steps.row(next), at);
-    products_wait<1>();
-    register_fence(products);
-    weigh(next, next_block);
-    products_wait<0>();
-    register_fence(results[b]);
-    if (b + 1 == blocks) release(barriers.keys_read(step % stages), at);
-    pack_rows<In>(gradients, products);
-  };
-  if (steps.all() == 0) return;
-  mbarrier_wait(barriers.values(0), 0);
-  register_fence(products);
-  products_start();
-  multiply(0, 0);
-  load_row_numbers(row_numbers, delta + steps.row(0), at);
-  products_wait<0>();
-  register_fence(products);
-  weigh(0, 0);
-  pack_rows<In>(gradients, products);
-  const int end = steps.all() - 1;
-  for (int step = 0; step < end; ++step) {
-    DELTATUNE_UNROLL
-    for (int b = 0; b < blocks; ++b) go_on(step, b);
-  }
-  DELTATUNE_UNROLL
-  for (int b = 0; b + 1 < blocks; ++b) go_on(end, b);
-  if (blocks == 1) mbarrier_wait(barriers.keys(end % stages), end / stages);
-  register_fence(results[blocks - 1]);
-  register_fence(gradients);
   products_start();
   add(end, blocks - 1);
   products_wait<0>();
@@ -788,7 +707,7 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
     }
     float results[blocks][panels(DV) / 2];
     for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
-    add_values<In, D, DV, HEIGHT>(room, barriers, results, rows, numbers[0], sums, steps, at);
+    add_units<false, In, D, DV, HEIGHT>(room, barriers, results, rows, numbers[0], sums, steps, at);
     const float factors[2] = {1.0f, 1.0f};
     DELTATUNE_UNROLL
     for (int b = 0; b < blocks; ++b)
@@ -796,7 +715,7 @@ inline void attention_hopper_keys(Place at, threadgroup char* memory, int heads,
   } else {
     float results[blocks][panels(D) / 2];
     for (int b = 0; b < blocks; ++b) clear_floats(results[b]);
-    add_keys<In, D, DV, HEIGHT>(room, barriers, results, delta, steps, at);
+    add_units<true, In, D, DV, HEIGHT>(room, barriers, results, nullptr, 0.0f, delta, steps, at);
     const float factors[2] = {numbers[1], numbers[1]};
     DELTATUNE_UNROLL
     for (int b = 0; b < blocks; ++b)

@@ -79,21 +79,8 @@ inline void turn_row(thread float (&h)[8], const thread HeadTurn& turn) {
   }
 }
 
-// The gate is Nothing where a row has none.
-inline void give_gate(Nothing, long, const thread float (&)[8]) {}
-template <typename T>
-inline void give_gate(GLOBAL T* to, long at, const thread float (&from)[8]) {
-  give(to, at, from);
-}
-template <typename T>
-inline void fetch_gate(thread Octet<T>&, Nothing, long) {}
-template <typename T>
-inline void fetch_gate(thread Octet<T>& to, const GLOBAL T* from, long at) {
-  fetch(to, from, at, aligned16(from));
-}
-
 // Computes y [batch, heads, length, size]: the turned rows of x / rms(x) weight. Where GATED, a row of x is followed by
-// one of its gate; the sigmoid of that goes to `gate` [batch, length, heads, size].
+// one of its gate; the sigmoid of that goes to `gate` [batch, length, heads, size], which is Nothing elsewhere.
 template <int LANES, int HEADS, int ROTARY, bool GATED, typename T, typename W, typename G>
 inline void turned_heads_forward(long at, long tokens, int length, int heads, float eps, const GLOBAL T* x,
                                  const GLOBAL W* weight, const GLOBAL float* frequencies, GLOBAL T* y, G gate) {
@@ -123,7 +110,7 @@ inline void turned_heads_forward(long at, long tokens, int length, int heads, fl
       widen(h, gates[n]);
       DELTATUNE_UNROLL
       for (int i = 0; i < 8; ++i) h[i] = sigmoid_of(h[i]);
-      if (own.live) give_gate(gate, (own.by_token + n) * LANES + own.piece, h);
+      if (own.live) give(gate, (own.by_token + n) * LANES + own.piece, h);
     }
   }
 }
@@ -143,7 +130,7 @@ inline void turned_heads_backward(long at, long tokens, int length, int heads, f
     fetch(d[n], dy, (own.by_head + (long)n * length) * LANES + own.piece, dy_aligned);
     if (GATED) {
       fetch(gates[n], x, ((own.by_token + n) * parts + 1) * LANES + own.piece, aligned);
-      fetch_gate(d_gates[n], dgate, (own.by_token + n) * LANES + own.piece);
+      fetch(d_gates[n], dgate, (own.by_token + n) * LANES + own.piece, aligned16(dgate));
     }
   }
   float w[8];

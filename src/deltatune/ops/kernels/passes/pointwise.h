@@ -3,6 +3,14 @@
 // Unless its comment says otherwise, a lane loads and stores one piece of eight neighbouring elements, number `at` of
 // `count`, and computes in fp32. Where rows are normed, LANES lanes share a row of 8 LANES elements.
 
+// An array that a call lacks: nothing is stored to it, and its elements are zeros.
+inline void give(Nothing, long, const thread float (&)[8]) {}
+template <typename T>
+inline void fetch(thread Octet<T>& to, Nothing, long, bool) {
+  to = Octet<T>();
+}
+inline bool aligned16(Nothing) { return true; }
+
 // The derivative of silu(x), from x and its sigmoid.
 inline float silu_slope(float x, float sigmoid) {
   return sigmoid * (1.0f + x * (1.0f - sigmoid));
@@ -419,18 +427,6 @@ inline void take_taps(thread float (&to)[TAPS][8], W weight, int piece) {
   DELTATUNE_UNROLL
   for (int i = 0; i < 8 * TAPS; ++i) to[i % TAPS][i / TAPS] = found[i / 8][i % 8];
 }
-// Loads piece `at` of the state, which is zeros where there is none.
-template <typename T>
-inline void fetch_state(thread Octet<T>& to, Nothing, long, bool) {
-  to = Octet<T>();
-}
-template <typename T>
-inline void fetch_state(thread Octet<T>& to, const GLOBAL T* state, long at, bool aligned) {
-  fetch(to, state, at, aligned);
-}
-inline bool aligned_state(Nothing) { return true; }
-template <typename T>
-inline bool aligned_state(const GLOBAL T* state) { return aligned16(state); }
 // The inputs of a lane: its channels of x, and the tokens' documents.
 template <int TAPS, int BEFORE, typename T, typename P, typename S>
 struct TokenRows {
@@ -444,7 +440,7 @@ struct TokenRows {
     if (t >= -BEFORE) {
       fetch(row, x, ((long)own.b * (BEFORE + length) + BEFORE + t) * own.pieces + own.piece, aligned);
     } else if (t >= -(TAPS - 1)) {
-      fetch_state(row, state, ((long)own.b * (TAPS - 1) + TAPS - 1 + t) * own.pieces + own.piece, aligned);
+      fetch(row, state, ((long)own.b * (TAPS - 1) + TAPS - 1 + t) * own.pieces + own.piece, aligned);
     } else {
       row = Octet<T>();
     }
@@ -515,7 +511,7 @@ inline void conv_silu_forward(long at, long batch, int length, HeadNorms norms, 
                               S segments, GLOBAL T* q, GLOBAL T* k, GLOBAL T* v) {
   const ConvShare own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, length, 0);
   if (own.b >= batch) return;
-  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
+  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned16(state)};
   if (own.part < 2) {
     convolve_forward<TAPS, ROWS, AHEAD, KEY_SIZE>(own, rows, weight, own.part == 0 ? norms.q : norms.k, norms.eps,
                                                   own.part == 0 ? q : k);
@@ -547,11 +543,6 @@ inline void convolve_back(thread float (&next)[8], thread float (&earlier)[TAPS 
     for (int i = 0; i < 8; ++i) earlier[j][i] = earlier[j + 1][i] + w[j + 1][i] * (age >= TAPS - 2 - j ? d[i] : 0.0f);
   DELTATUNE_UNROLL
   for (int i = 0; i < 8; ++i) earlier[TAPS - 2][i] = w[TAPS - 1][i] * d[i];
-}
-inline void give_state(Nothing, long, const thread float (&)[8]) {}
-template <typename T>
-inline void give_state(GLOBAL T* to, long at, const thread float (&from)[8]) {
-  give(to, at, from);
 }
 
 // Writes the lane's rows of dx. Row s is read by the tokens s to s + TAPS - 1; their convolutions are recomputed.
@@ -612,7 +603,7 @@ inline void convolve_backward(const thread ConvShare& own, const thread R& rows,
         const int s = t - (TAPS - 1);
         if (s >= own.first && own.live) {
           if (s >= -BEFORE) give(dx, ((long)own.b * (BEFORE + length) + BEFORE + s) * own.pieces + own.piece, row);
-          else give_state(dstate, ((long)own.b * (TAPS - 1) + TAPS - 1 + s) * own.pieces + own.piece, row);
+          else give(dstate, ((long)own.b * (TAPS - 1) + TAPS - 1 + s) * own.pieces + own.piece, row);
         }
       }
     }
@@ -627,7 +618,7 @@ inline void conv_silu_backward(long at, long batch, int length, HeadNorms norms,
   const int before = BEFORE > 0 || stateful ? TAPS - 1 : 0;
   const ConvShare own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, before + length, -before);
   if (own.b >= batch) return;
-  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
+  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned16(state)};
   if (own.part < 2) {
     convolve_backward<TAPS, ROWS, AHEAD, BEFORE, KEY_SIZE>(own, rows, weight, own.part == 0 ? norms.q : norms.k,
                                                            norms.eps, own.part == 0 ? dq : dk, dx, dstate);
@@ -710,7 +701,7 @@ inline void conv_silu_taps(long at, long batch, int length, HeadNorms norms, con
                            GLOBAL float* dweight) {
   const ConvShare own = share_at<ROWS, KEY_HEADS, KEY_SIZE, VALUES>(at, length, 0);
   if (own.b >= batch) return;
-  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned_state(state)};
+  const TokenRows<TAPS, BEFORE, T, P, S> rows{x, state, segments, length, aligned16(x) && aligned16(state)};
   const long share = (long)own.b * ((length + ROWS - 1) / ROWS) + own.first / ROWS;
   if (own.part < 2) {
     convolve_taps<TAPS, ROWS, AHEAD, KEY_SIZE>(own, rows, weight, own.part == 0 ? norms.q : norms.k, norms.eps,

@@ -1,23 +1,69 @@
-"""Looks for expert products with sorted indices that read wrong rows or wrong matrices, forward and backward."""
+"""Probes for known faults of MLX and BLAS, which run a small case here instead of comparing versions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import mlx.core as mx
 
-from ...errors import first_line
-from ...machine import backend, environment
-from ...ops.experts.tiles import needs_whole_matrices
-from ...ops.operator.measure import relative_error
-from .fault import ABSENT, AVOIDED, BOUND, NOT_RUN, PRESENT, TF32_BOUND, Fault
+from ..errors import first_line
+from ..machine import backend, blas_fault, environment
+from ..ops.experts.tiles import needs_whole_matrices
+from ..ops.operator.measure import relative_error
+from ..patches.tables.one_row_products import in_force
 
+ABSENT, AVOIDED, PRESENT, NOT_RUN = "absent", "avoided", "present", "not run"
+
+ONE_ROW = "NaN in products of one row (BLAS)"
 FORWARD = "sorted gather from [T, 1, K]"
 GRADIENT = "gradient of a sorted gather from one row"
 VIEWS = "sorted gather from halves of matrices"
+# Errors of fp32 products, relative to the largest element; the second where the user allows products in TF32.
+_BOUND, _TF32_BOUND = 1e-5, 2.0**-8
 _EXPERTS, _INNER, _OUT = 4, 64, 128
 
 
-def _bound() -> float:
-    return TF32_BOUND if environment.tf32() else BOUND
+@dataclass(frozen=True)
+class Fault:
+    """A known fault, and whether this machine has it.
+
+    Args:
+        name: The fault's name.
+        status: `absent`; `avoided`, where deltatune computes another way; `present`, where training would be wrong; or
+            `not run`.
+        detail: The finding, in words.
+        error: The largest error relative to the largest element, inf where a result was not finite; None where
+            nothing was measured.
+    """
+
+    name: str
+    status: str
+    detail: str
+    error: float | None = None
+
+    @property
+    def wrong(self) -> bool:
+        return self.status == PRESENT
+
+
+def find_one_row() -> Fault:
+    """Look for a BLAS with products of one row that keep a NaN from their output's memory (mlx issue 3200).
+
+    The CPU's BLAS is probed, whatever device MLX computes on; the fault is avoided where its patch is in force.
+    """
+    probed = blas_fault.probe()
+    if probed.library is None:
+        return Fault(ONE_ROW, NOT_RUN, str(probed))
+    if not probed.wrong:
+        return Fault(ONE_ROW, ABSENT, str(probed))
+    if not probed.two_rows_work:
+        return Fault(ONE_ROW, PRESENT, f"{probed}; computing one row as two does not help")
+    if not backend.uses_blas():
+        return Fault(ONE_ROW, AVOIDED, f"{probed}; MLX computes on the GPU here")
+    if not in_force():
+        return Fault(ONE_ROW, PRESENT, f"{probed}; MLX's functions could not be replaced, see the patches")
+    return Fault(ONE_ROW, AVOIDED, f"{probed}; deltatune computes them as two rows")
 
 
 def find_forward() -> Fault:
@@ -54,9 +100,13 @@ def find_views() -> Fault:
     return _fault_by_error(VIEWS, relative_error(computed, expected), what, around, needs_whole_matrices())
 
 
+def _is_small(error: float) -> bool:
+    return error <= (_TF32_BOUND if environment.tf32() else _BOUND)
+
+
 def _fault_by_error(name: str, error: float, what: str, around: str, avoided: bool) -> Fault:
     """Return the fault that an error shows; `around` says how deltatune avoids it, where it does."""
-    if error <= _bound():
+    if _is_small(error):
         return Fault(name, ABSENT, "each row is multiplied with its own expert", error)
     if avoided:
         return Fault(name, AVOIDED, f"{what}; {around}", error)
@@ -89,6 +139,26 @@ def find_gradient() -> Fault:
         error = max(relative_error(f[0], e[0]) for f, e in zip(computed, expected, strict=True))
     except RuntimeError as refusal:
         return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {unused}")
-    if error <= _bound():
+    if _is_small(error):
         return Fault(GRADIENT, ABSENT, "the weights get the gradient of the row they were given", error)
     return Fault(GRADIENT, AVOIDED, f"the weights get the gradient of other rows; {unused}", error)
+
+
+# In the order in which a training run would meet them.
+PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
+    (ONE_ROW, find_one_row),
+    (FORWARD, find_forward),
+    (GRADIENT, find_gradient),
+    (VIEWS, find_views),
+)
+
+
+def faults() -> list[Fault]:
+    """Run every probe. A fault counts as present where MLX cannot run the probe at all; it then has MLX's words."""
+    results = []
+    for name, find in PROBES:
+        try:
+            results.append(find())
+        except RuntimeError as error:
+            results.append(Fault(name, PRESENT, f"MLX cannot compute it here: {first_line(error)[:200]}"))
+    return results

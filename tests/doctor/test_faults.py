@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from deltatune.doctor.probes import fault, faults, one_row_blas, sorted_gather
+from deltatune.doctor import probes
 from deltatune.machine import backend
 from deltatune.machine import blas_fault as blas_probe
 from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
@@ -31,8 +31,8 @@ class Namespace:
 def test_one_row(verdict, device, replaced, status, monkeypatch):
     monkeypatch.setattr(blas_probe, "probe", lambda: verdict)
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(one_row_blas, "in_force", lambda: replaced)
-    assert one_row_blas.find().status == status
+    monkeypatch.setattr(probes, "in_force", lambda: replaced)
+    assert probes.find_one_row().status == status
 
 
 def wrong_rows(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
@@ -47,14 +47,14 @@ HERE = "avoided" if backend.device() == "cuda" else "absent"
 
 
 def test_sorted_gathers(monkeypatch):
-    assert sorted_gather.find_forward().status == HERE
-    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=wrong_rows))
+    assert probes.find_forward().status == HERE
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=wrong_rows))
     monkeypatch.setattr(backend, "device", lambda: "cpu")
-    assert sorted_gather.find_forward().wrong
-    assert sorted_gather.find_gradient().status == "avoided"
+    assert probes.find_forward().wrong
+    assert probes.find_gradient().status == "avoided"
     for device in ("cuda", "metal"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
-        assert sorted_gather.find_forward().status == "avoided"
+        assert probes.find_forward().status == "avoided"
 
 
 def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indices=False):
@@ -65,17 +65,17 @@ def first_after_another(a, b, lhs_indices=None, rhs_indices=None, *, sorted_indi
 
 
 def test_sorted_gathers_from_halves(monkeypatch):
-    assert sorted_gather.find_views().status == HERE
-    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=first_after_another))
+    assert probes.find_views().status == HERE
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=first_after_another))
     monkeypatch.setattr(backend, "device", lambda: "cpu")
-    assert sorted_gather.find_views().wrong
+    assert probes.find_views().wrong
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    assert sorted_gather.find_views().status == "avoided"
+    assert probes.find_views().status == "avoided"
 
 
 def test_the_gradient_of_a_sorted_gather_from_one_row_here():
     """mlx 0.32.4 reads past the row; this test fails once mlx is fixed."""
-    found = sorted_gather.find_gradient()
+    found = probes.find_gradient()
     assert found.status == "avoided"
     assert found.error is None or found.error > 0.1
 
@@ -86,25 +86,25 @@ def test_a_gradient_that_mlx_cannot_compute_is_avoided_too(monkeypatch):
     def refused(*_, **__):
         raise RuntimeError("invalid argument\nof a kernel")
 
-    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=refused))
-    found = sorted_gather.find_gradient()
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=refused))
+    found = probes.find_gradient()
     assert (found.status, found.error) == ("avoided", None)
     assert found.detail.startswith("MLX cannot compute it here (invalid argument); mlx-lm's layers")
 
 
 def test_this_gradient_is_not_tried_on_an_nvidia_gpu(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=None))
-    assert sorted_gather.find_gradient().status == "not run"
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=None))
+    assert probes.find_gradient().status == "not run"
 
 
 def test_product_that_mlx_refuses_is_a_present_fault(monkeypatch):
     def refused(*_, **__):
         raise RuntimeError("cudaGraphAddKernelNode(...) failed: invalid argument\nand more")
 
-    monkeypatch.setattr(sorted_gather, "mx", Namespace(mx, gather_mm=refused))
-    found = {one.name: one for one in faults()}
+    monkeypatch.setattr(probes, "mx", Namespace(mx, gather_mm=refused))
+    found = {one.name: one for one in probes.faults()}
     assert len(found) == 4
-    for name in (sorted_gather.FORWARD, sorted_gather.VIEWS):
+    for name in (probes.FORWARD, probes.VIEWS):
         detail = "MLX cannot compute it here: cudaGraphAddKernelNode(...) failed: invalid argument"
-        assert found[name] == fault.Fault(name, "present", detail)
+        assert found[name] == probes.Fault(name, "present", detail)

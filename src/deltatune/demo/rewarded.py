@@ -1,0 +1,128 @@
+"""The demo of reinforcement learning: the bundled model learns from the rewards of its own answers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..options.config import TrainConfig
+from ..rewards import Rewards
+from ..train import Trainer
+from ..train.reports.columns import sparkline
+from ..train.setup import ready
+from . import task
+from .assets import MODEL
+from .flow import (
+    ENOUGH,
+    QUESTIONS,
+    Score,
+    ask_and_print,
+    command_again,
+    describe_model,
+    options,
+    print_cost,
+    side_by_side,
+    write_table,
+    written,
+)
+from .screen import DemoScreen
+from .task import CafeMessage
+
+ITERATIONS = 75
+# A reward function of the user's own, in the form that --reward-funcs takes.
+REWARDS = '''\
+def near(completions, answer):
+    """One point for the word, which it shares with all words beside it."""
+    return [(word in text) / (len(text.split()) or 1) for text, word in zip(completions, answer)]
+'''
+
+
+def run_rewarded_demo(
+    output: str | Path = "demo-out",
+    *,
+    iterations: int = ITERATIONS,
+    questions: int = QUESTIONS,
+    screen: DemoScreen | None = None,
+) -> int:
+    """Run the demo of rewards; the arguments, errors and exit codes are those of run_demo().
+
+    Returns:
+        The exit code: 0 where 90 % of the sampled answers are right after training, else 1.
+    """
+    started = time.perf_counter()
+    output, screen = Path(output), screen or DemoScreen()
+    items = written(output, questions, write)
+    config = rewarded_options(output, iterations)
+    screen.title("deltatune demo rl", "Messages come in at a café counter. The board wants one word of each.")
+
+    screen.part(1, "The base model")
+    run = ready(config)
+    screen.line(describe_model(run.loaded))
+    screen.line("It chats about such words. No right answer is ever shown to it, before or during training.")
+    before = _sampled(run.loaded, items, screen, "red")
+
+    screen.part(2, "Learning from rewards")
+    run.prepare()
+    screen.line(
+        f"It samples {config.num_generations} answers to each message; better ones than their mean get likelier."
+    )
+    with Rewards(config) as rewards:
+        trainer = Trainer.of(run, screen, rewards=rewards)
+        result = trainer.run()
+    curve = sparkline(screen.rewards, 40)
+    screen.line((curve, "cyan"), (f"  mean reward {screen.rewards[0]:.2f} → {screen.rewards[-1]:.2f}", "dim"))
+    print_cost(screen, result, f"{config.batch_size} messages with {config.num_generations} answers each")
+
+    screen.part(3, "The same messages again")
+    after = _sampled(run.loaded, items, screen, "green")
+    screen.answers(side_by_side(before, after))
+    write_table(trainer, result, before, after, {"mean reward": f"{screen.rewards[-1]:.2f}"})
+    seconds = time.perf_counter() - started
+    again = command_again(output)
+    screen.end(f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", str(trainer.outputs.report), again, seconds)
+    return 0 if after.accuracy >= ENOUGH else 1
+
+
+def _sampled(loaded: Any, items: list[CafeMessage], screen: DemoScreen, style: str) -> Score:
+    """Sample an answer to each message from the whole distribution, with the same random numbers each time."""
+    mx.random.seed(0)
+    return ask_and_print(loaded, items, screen, style, mx.random.categorical)
+
+
+def rewarded_options(output: Path, iterations: int, **more: Any) -> TrainConfig:
+    """The configuration of the demo's run; the arguments are those of options()."""
+    settings: dict[str, Any] = {
+        "loss": "grpo",
+        "reward_funcs": ["exact", f"{output / 'data' / 'rewards.py'}:near"],
+        "learning_rate": 2e-3,
+        "batch_size": 16,
+        "max_completion_length": 12,
+        "steps_per_report": 1,
+        "val_batches": 0,
+    }
+    return options(MODEL, output, iterations, **settings | more)
+
+
+def word_of(item: CafeMessage) -> CafeMessage:
+    """The item with one word as its answer: the drink, the day, or the thing that the message is about."""
+    call = json.loads(item.answer)
+    word = call.get("drink") or call.get("day") or call["text"].split()[1]
+    return dataclasses.replace(item, answer=word)
+
+
+def write(folder: Path, *, train: int = 2000, test: int = QUESTIONS, seed: int = 0) -> dict[str, list[CafeMessage]]:
+    """Write train.jsonl with prompts, and rewards.py; return them and the held-out messages, which training lacks."""
+    splits = {
+        "train": list(map(word_of, task.draw(seed, train, task.known_name, held_out=False))),
+        "test": list(map(word_of, task.draw(seed, test, task.held_out_name, held_out=True))),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": item.message, "answer": item.answer}) for item in splits["train"]]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    return splits
