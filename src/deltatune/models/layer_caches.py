@@ -80,8 +80,10 @@ def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
 
 
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:
-    recurrent = layer.kind == "delta" or any(map(is_state_space, layer.module.modules()))
-    if recurrent and type(cache) is ArraysCache:
+    # A piece is given no mask, which mamba2's own layers demand.
+    required = [p for p in inspect.signature(type(layer.module).__call__).parameters.values() if p.default is p.empty]
+    of_mamba_2 = len(required) == 2 and any(map(is_state_space, layer.module.modules()))
+    if (layer.kind == "delta" or of_mamba_2) and type(cache) is ArraysCache:
         return Carry(len(cache.cache))
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None

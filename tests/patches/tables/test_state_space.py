@@ -134,6 +134,10 @@ def test_mixers_carry_their_state_between_pieces():
         carried = carries(model, layers)
     assert [carry is not None for carry in carried] == [True, False, True, True, False]
     assert carried[0].states == 2
+    # These layers demand a mask, which a piece does not have.
+    model = made("mamba2")
+    with patched(model):
+        assert carries(model, describe(model)) == [None, None]
 
 
 def test_decoding_is_upstreams():
