@@ -154,7 +154,7 @@ class Steps:
             unqueued = simulate_step(built, layout, 0)
             tower = simulate_tower(built, layout)
             places = places_of(built, unqueued.evaluated, model)
-        kept = len(paths) - lowest_layer(model, paths)
+        reached = len(paths) - lowest_layer(model, paths)
         left_out = of_all.held.plus(of_few.held, -1)
 
         def whole(machine: Simulation) -> dict[StepPlace, Amount]:
@@ -181,7 +181,7 @@ class Steps:
             of_all.sizes,
             without_rule(unqueued.evaluated),
             self._products(shape, few, layer_inputs) if layer_inputs else Products(),
-            built.layer_inputs * kept // max(1, few.chosen_from(len(paths) - kept)),
+            built.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
             limit,
         )
 

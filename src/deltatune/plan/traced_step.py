@@ -210,10 +210,10 @@ def trace_step(
         replaced = [*before, *step.joined, *moments, *_leaves(gradients)]
         phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
-    kept = [*existing_arrays, *first, *second, *_leaves(batch), *features]
+    referenced = [*existing_arrays, *first, *second, *_leaves(batch), *features]
     count, inputs = len(_leaves(gradients)), start.traced.inputs.bytes
     return TracedStep(
-        phases, held, shared_buffers, names, forward, update_from, count, kept, tower, tower_reads, inputs
+        phases, held, shared_buffers, names, forward, update_from, count, referenced, tower, tower_reads, inputs
     )
 
 
