@@ -69,14 +69,14 @@ def run_rewarded_demo(
     screen.part(2, "Learning from rewards")
     run.prepare()
     screen.line(
-        f"It samples {config.num_generations} answers to each message; better ones than their mean get likelier."
+        f"It samples {config.num_generations:,} answers to each message; better ones than their mean get likelier."
     )
     with Rewards(config) as rewards:
         trainer = Trainer.of(run, screen, rewards=rewards)
         result = trainer.run()
     curve = sparkline(screen.rewards, 40)
     screen.line((curve, "cyan"), (f"  mean reward {screen.rewards[0]:.2f} → {screen.rewards[-1]:.2f}", "dim"))
-    print_cost(screen, result, f"{config.batch_size} messages with {config.num_generations} answers each")
+    print_cost(screen, result, f"{config.batch_size} messages with {config.num_generations:,} answers each")
 
     screen.part(3, "The same messages again")
     after = _sampled(run.loaded, items, screen, "green")
