@@ -84,8 +84,10 @@ def screen(examination: Examination) -> RenderableType:
         _section("This machine", _facts(examination.machine)),
         _section("Versions", Text(", ".join(f"{name} {version}" for name, version in examination.versions.items()))),
         *(
-            _section(f"{title_of(found.name).capitalize()}: {found.order}", _marked(map(_finding, found.findings)))
-            for found in examination.operators
+            _section(
+                f"{title_of(operator.name).capitalize()}: {operator.order}", _marked(map(_finding, operator.findings))
+            )
+            for operator in examination.operators
         ),
         *_times(examination.times),
         _section("Known faults, looked for here", faults),

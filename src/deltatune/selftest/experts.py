@@ -80,8 +80,8 @@ def case_of(mixture: Mixture) -> Case[Callable[..., mx.array]]:
             factors: list[dict[str, Any]] = [
                 {leaf: named[f"{name}.{leaf}"] for leaf in FACTORS} for name in PROJECTIONS
             ]
-            given = [stored[name][0] | {"scale": _SCALE, "trains": FACTORS} for name in PROJECTIONS]
-            projections = (Projection(**of_one, **pair) for of_one, pair in zip(given, factors, strict=True))
+            options = [stored[name][0] | {"scale": _SCALE, "trains": FACTORS} for name in PROJECTIONS]
+            projections = (Projection(**of_one, **pair) for of_one, pair in zip(options, factors, strict=True))
             return block(named["x"], indices, named["scores"], *projections)
 
         outputs, gradients = mx.vjp(of_trained, list(trained.values()), [dy])

@@ -25,9 +25,9 @@ def compared(name: str, case: Any, run: Callable[..., cases.ParityRun]) -> Outco
     """Replay the recording `name` through `run`, and compare the result with the recorded run."""
     reference = recording.read(name)
     adapters = cases.initial_adapters(reference.targets)
-    found = reference.compare(run(case, reference.config, reference.weights(case), adapters))
-    errors = dict(zip(_BOUNDS, (found.loss, found.gradient, found.adapter), strict=True))
-    facts = {"step": found.step, "gradient_of": found.gradient_of, "adapter_of": found.adapter_of}
+    deviation = reference.compare(run(case, reference.config, reference.weights(case), adapters))
+    errors = dict(zip(_BOUNDS, (deviation.loss, deviation.gradient, deviation.adapter), strict=True))
+    facts = {"step": deviation.step, "gradient_of": deviation.gradient_of, "adapter_of": deviation.adapter_of}
     return compared_with_bounds(errors, _BOUNDS, **facts)
 
 
