@@ -86,7 +86,7 @@ sys.exit(main(["train", *sys.argv[4:]]))
 # Times and memory differ from run to run.
 _TIMED = (
     *("val_time", "iterations_per_second", "tokens_per_second", "peak_memory"),
-    *("seconds/sampling", "seconds/rewards"),
+    *("seconds/sampling", "seconds/rewards", "val_seconds/sampling", "val_seconds/rewards"),
 )
 
 

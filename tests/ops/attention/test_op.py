@@ -14,6 +14,7 @@ from deltatune.ops.attention import attention, attention_blocked, attention_naiv
 from deltatune.ops.attention.trial_case import AttentionCall
 from deltatune.ops.operator import candidates, verdicts
 from deltatune.ops.operator.candidates import ImplementationWarning
+from deltatune.ops.tracing import trace
 
 SHAPES = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 6)}
 
@@ -156,6 +157,21 @@ def test_the_trial_runs_while_something_else_is_traced(pretended_gpu):
         return attention(**(arrays | {"q": q}), scale=0.5).sum()
 
     expected = mx.grad(lambda q: attention_naive(q, arrays["k"], arrays["v"], scale=0.5).sum())(arrays["q"])
-    for trace in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
+    for traced in (mx.compile(mx.grad(loss)), mx.grad(mx.checkpoint(loss)), mx.compile(mx.grad(mx.checkpoint(loss)))):
         verdicts.forget()
-        assert mx.allclose(trace(arrays["q"]), expected, atol=1e-5)
+        assert mx.allclose(traced(arrays["q"]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_parts_that_a_plan_leaves_out_have_their_shapes(together):
+    """A part computes one or two of the four heads of each of four rows."""
+    q, k, v = (mx.zeros((4, 4, 64, 16)) for _ in range(3))
+    arrays = [q, k, v, mx.zeros(4)]
+
+    def attend(q, k, v, sinks):
+        return [attention_blocked(q, k, v, scale=1.0, sinks=sinks, scores=together * 64 * 64)]
+
+    with trace.having(shortened=True):
+        outputs, gradients = mx.vjp(attend, arrays, [q])
+    mx.eval(outputs, gradients)
+    assert [array.shape for array in (*outputs, *gradients)] == [q.shape, *(array.shape for array in arrays)]

@@ -152,7 +152,7 @@ def _backward(
         if isinstance(part, int):
             after = [of_parts[-1] for of_parts in results]
             for of_parts in results:
-                of_parts.append(blank(of_parts[-1], part, after))
+                of_parts.append(blank(of_parts[-1], part * of_parts[-1].shape[0], after))
             continue
         dq, dk, dv = mx.zeros(part.queries[0].shape, q.dtype), mx.zeros_like(part.k), mx.zeros_like(part.v)
         dsinks = mx.zeros(part.sinks.shape)
