@@ -39,7 +39,7 @@ def limits(size, buffers=None):
 
 
 def forecast(size, buffers):
-    return Forecast(1, 1, 1, Moment(int(buffers), "", []), Moment(int(size), "", []))
+    return Forecast(1, 1, 1, Moment(int(buffers), ""), Moment(int(size), ""))
 
 
 CURVES = {

@@ -21,7 +21,7 @@ from deltatune.patches import patched, served
 from deltatune.patches.recurrence import OURS, UPSTREAM, reset
 from deltatune.patches.tables import state_space
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False}
 NEMOTRON = {
     **SIZES,
@@ -49,7 +49,7 @@ NEMOTRON = {
 MAMBA2 = {
     "num_heads": 4,
     "head_dim": 16,
-    "vocab_size": 40,
+    "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
     "state_size": 16,
