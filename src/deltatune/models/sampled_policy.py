@@ -65,10 +65,7 @@ class SampledPolicy:
 
     def logits(self, logits: mx.array) -> mx.array:
         """Return the logits [..., V] of the policy in fp32, from those of the model; excluded tokens have EXCLUDED."""
-        return self._restricted(logits.astype(mx.float32) / self.temperature)
-
-    def _restricted(self, logits: mx.array) -> mx.array:
-        """Return the logits at this temperature with EXCLUDED for those that are not sampled; themselves if all are."""
+        logits = logits.astype(mx.float32) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = mx.topk(logits, self.top_k, axis=-1).min(axis=-1, keepdims=True)
             logits = mx.where(logits >= least, logits, EXCLUDED)

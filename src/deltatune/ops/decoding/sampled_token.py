@@ -128,7 +128,8 @@ def _exact(logits: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Return the log-probabilities of tokens and the entropies of the rows, in float64."""
     logits = logits - logits.max(axis=-1, keepdims=True)
     normalised = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    spread = np.where(np.isfinite(logits), np.exp(normalised) * np.nan_to_num(normalised, neginf=0.0), 0.0)
+    # A logit of -infinity adds nothing.
+    spread = np.exp(normalised) * np.nan_to_num(normalised, neginf=0.0)
     return normalised[np.arange(len(tokens)), tokens], -spread.sum(axis=-1)
 
 
