@@ -162,35 +162,6 @@ class ReportTable:
     shown: bool = False
 
 
-@dataclass
-class RunReport:
-    """The content of a report.
-
-    Attributes:
-        title: Its heading.
-        subtitle: The line below the heading.
-        headline: The figures at the top, by name.
-        notes: Sentences below the headline, on parts that the report lacks.
-        runs: The records of a metrics.jsonl, which are drawn as curves, by the name of the run; "" for one run alone.
-        tables: The tables in order; folded ones come below the curves, the others above.
-        options: The options of the run as YAML.
-        commands: The lines to type next.
-        part_done: The part of the iterations that is done, while the run goes on; the page then reloads itself.
-        written: When the report was written.
-    """
-
-    title: str
-    subtitle: str = ""
-    headline: dict[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    runs: Mapping[str, Sequence[Record]] = field(default_factory=dict)
-    tables: Sequence[ReportTable] = ()
-    options: str = ""
-    commands: Sequence[str] = ()
-    part_done: float | None = None
-    written: str = ""
-
-
 def read_metrics(path: Path) -> tuple[list[Record], int]:
     """Read the records of a metrics.jsonl that may be damaged.
 
@@ -289,12 +260,13 @@ def write_report(
     now = datetime.datetime.now().astimezone()
     facts = packages.versions() | environment()
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
-    report = RunReport(
-        title=f"{description.title or Path(config.model or '').name}: training report",
+    done_part = {"part_done": result["iterations"] / max(config.iters, 1)} if description.running else {}
+    text = render(
+        f"{description.title or Path(config.model or '').name}: training report",
+        {"": records},
         subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size:,} rows; {description.state}",
         headline={**description.headline, **_headline(result)},
         notes=problems,
-        runs={"": records},
         tables=[
             *rewarded_tables(records),
             *sample_tables(records, description.thumbnails),
@@ -304,10 +276,9 @@ def write_report(
         ],
         options=options_yaml(config),
         commands=description.commands,
-        part_done=result["iterations"] / max(config.iters, 1) if description.running else None,
         written=f"{now:%Y-%m-%d %H:%M:%S %Z}",
+        **done_part,
     )
-    text = render(report)
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))
     return problems
 
@@ -396,8 +367,16 @@ def _headline(result: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def render(report: RunReport) -> str:
-    """Return the HTML page."""
+def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> str:
+    """Return the HTML page.
+
+    Args:
+        title: Its heading.
+        runs: The records of a metrics.jsonl, which are drawn as curves, by the name of the run; "" for one run alone.
+        parts: Any of its other parts (report.html): `subtitle`; `headline`, figures by name; `notes`; `commands` to
+            type next; `tables`, of which folded ones come below the curves; `options` as YAML; when it was `written`;
+            and `part_done` of the iterations of a run that goes on, with which the page reloads itself.
+    """
     folder = Path(__file__).parent
     style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     # The page runs this script and no other, and loads nothing.
@@ -406,9 +385,8 @@ def render(report: RunReport) -> str:
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, loader=jinja2.FileSystemLoader(folder))
     pages.filters["cell"] = shown
     page = pages.get_template("report.html")
-    return page.render(
-        report=report, plots=plots(report.runs), style=style, script=script, policy=policy, reload=_RELOAD_SECONDS
-    )
+    fixed = {"style": style, "script": script, "policy": policy, "reload": _RELOAD_SECONDS}
+    return page.render(title=title, plots=plots(runs), **fixed, **parts)
 
 
 def shown(value: Any) -> str:
