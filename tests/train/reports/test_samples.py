@@ -147,7 +147,7 @@ def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_te
     samples = [{"prompt": f"ask {text}", "answer": answer, "expected": text} for text, answer in answers.items()]
     assert [is_right(sample) for sample in samples] == [True, False, True, True]
     assert is_right({"prompt": "ask", "answer": "so"}) is None
-    screen_text.screen.samples({"iteration": 4, "samples": samples})
+    screen_text.screen.report({"iteration": 4, "samples": samples})
     assert screen_text.text().splitlines() == [
         "Iter 4, sample 1: ask so -> so (right)",
         "Iter 4, sample 2: ask at 9 -> at 8 (expected at 9)",
