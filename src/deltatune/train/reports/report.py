@@ -15,7 +15,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import yaml
@@ -27,66 +27,38 @@ from .columns import gigabytes
 from .log import REWARD, SAMPLES, Record, is_right, tally
 
 
-class Curve(NamedTuple):
-    """One curve of a plot.
-
-    Attributes:
-        key: The name of its values in a record of metrics.jsonl.
-        name: Its name; empty where it is the only one.
-        dots: Whether every point gets a dot, and the lowest one a mark.
-    """
-
-    key: str
-    name: str = ""
-    dots: bool = False
-
-
-class Plot(NamedTuple):
-    """One set of axes.
-
-    Attributes:
-        title: Its heading.
-        curves: The curves that it shows where a run has values for them.
-        zero: Whether the y axis starts at 0 or below, so that it is linear until the reader chooses otherwise.
-    """
-
-    title: str
-    curves: Sequence[Curve]
-    zero: bool = False
-
-
-def _both(key: str, validation: str) -> list[Curve]:
-    return [Curve(key, "training"), Curve(validation, "validation", dots=True)]
+def _both(key: str) -> dict[str, str]:
+    return {key: "training", f"val_{key}": "validation"}
 
 
 _REWARDS = ("rewards/chosen", "rewards/rejected")
-_PLOTS = (
-    Plot("Reward of sampled answers", [*_both("reward", "val_reward"), Curve("reward_std", "deviation")]),
-    Plot("Share of exact answers", _both("rewards/exact", "val_rewards/exact"), zero=True),
-    Plot("Tokens of an answer", _both("completions/mean_length", "val_completions/mean_length"), zero=True),
-    Plot("Entropy of a sampled token", [Curve("entropy")], zero=True),
-    Plot("Divergence from the reference", [Curve("kl")], zero=True),
-    Plot(
-        "Difference between sampler and training, in nats",
-        [
-            Curve("sampling/sampling_logp_difference/mean", "mean"),
-            Curve("sampling/sampling_logp_difference/max", "largest"),
-        ],
-    ),
-    Plot("Seconds of a sampling", [Curve("seconds/sampling", "answers"), Curve("seconds/rewards", "rewards")]),
-    Plot("Rewards", [Curve(_REWARDS[0], "chosen"), Curve(_REWARDS[1], "rejected")]),
-    Plot("Margin of the chosen answer's reward", _both("rewards/margins", "val_rewards/margins")),
-    Plot(
-        "Share of pairs whose chosen answer has the larger reward",
-        _both("rewards/accuracies", "val_rewards/accuracies"),
-    ),
-    Plot("Gradient norm, before clipping", [Curve("grad_norm")]),
-    Plot("Learning rate", [Curve("learning_rate")], zero=True),
-    Plot("Tokens per second", [Curve("tokens_per_second")], zero=True),
-    Plot("Peak memory, GB", [Curve("peak_memory")], zero=True),
-    Plot("Load-balancing loss of the routers", [Curve("aux_loss")]),
-    Plot("z-loss of the routers", [Curve("z_loss")]),
-)
+# By the title of a plot, the names of its curves by the keys of their values in a record of metrics.jsonl. Curves of
+# validation have dots at their points. "" is the name of a curve that is the only one.
+_PLOTS = {
+    "Reward of sampled answers": _both("reward") | {"reward_std": "deviation"},
+    "Share of exact answers": _both("rewards/exact"),
+    "Tokens of an answer": _both("completions/mean_length"),
+    "Entropy of a sampled token": {"entropy": ""},
+    "Divergence from the reference": {"kl": ""},
+    "Difference between sampler and training, in nats": {
+        "sampling/sampling_logp_difference/mean": "mean",
+        "sampling/sampling_logp_difference/max": "largest",
+    },
+    "Seconds of a sampling": {"seconds/sampling": "answers", "seconds/rewards": "rewards"},
+    "Rewards": dict(zip(_REWARDS, ("chosen", "rejected"), strict=True)),
+    "Margin of the chosen answer's reward": _both("rewards/margins"),
+    "Share of pairs whose chosen answer has the larger reward": _both("rewards/accuracies"),
+    "Gradient norm, before clipping": {"grad_norm": ""},
+    "Learning rate": {"learning_rate": ""},
+    "Tokens per second": {"tokens_per_second": ""},
+    "Peak memory, GB": {"peak_memory": ""},
+    "Load-balancing loss of the routers": {"aux_loss": ""},
+    "z-loss of the routers": {"z_loss": ""},
+}
+# The keys of plots with a y axis that starts at 0 or below, so that it is linear until the reader chooses otherwise.
+_FROM_ZERO = {
+    *("rewards/exact", "completions/mean_length", "entropy", "kl", "learning_rate", "tokens_per_second", "peak_memory"),
+}
 
 
 def plots(runs: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
@@ -100,24 +72,24 @@ def plots(runs: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
         of its colour, `dots`, `best` for the loss of validation, and `points`: pairs of an iteration and a value.
     """
     of_pairs = any(record.get(key) is not None for records in runs.values() for record in records for key in _REWARDS)
-    loss = Plot(f"Loss per {'preference' if of_pairs else 'token'}", _both("train_loss", "val_loss"))
+    loss = {f"Loss per {'preference' if of_pairs else 'token'}": {"train_loss": "training", "val_loss": "validation"}}
     drawn = []
-    for plot in (loss, *_PLOTS):
+    for title, names in (loss | _PLOTS).items():
         curves = [
             {
-                "name": f"{run} {curve.name}".strip(),
-                "label": curve.name if not run else run * (place == 0),
+                "name": f"{run} {name}".strip(),
+                "label": name if not run else run * (place == 0),
                 "colour": number if run else place,
-                "dots": curve.dots,
-                "best": curve.key == "val_loss",
+                "dots": key.startswith("val_"),
+                "best": key == "val_loss",
                 "points": points,
             }
             for number, (run, records) in enumerate(runs.items())
-            for place, curve in enumerate(plot.curves)
-            if (points := _points(records, curve.key))
+            for place, (key, name) in enumerate(names.items())
+            if (points := _points(records, key))
         ]
         if curves:
-            drawn.append({"title": plot.title, "zero": plot.zero, "curves": curves})
+            drawn.append({"title": title, "zero": not _FROM_ZERO.isdisjoint(names), "curves": curves})
     return drawn
 
 
