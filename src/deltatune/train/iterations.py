@@ -22,7 +22,7 @@ from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
 from .ending.interrupt import InterruptedSamplingError
-from .engines.engine import Engine
+from .engine import Engine
 from .evaluation import nonfinite
 from .evaluation.evaluate import Evaluation
 from .evaluation.samples import Samples
