@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from .device_limits import DeviceLimits
 from .forecast import Forecast
 
-_PLANS = 10
 Try = Callable[[int], Forecast]
 
 
@@ -54,6 +53,8 @@ def largest(
     known: dict[int, Forecast],
     values: range,
     fixed: Forecast | None = None,
+    *,
+    plans: int = 10,
 ) -> Largest:
     """Search for the largest of some values with a plan that fits.
 
@@ -66,11 +67,12 @@ def largest(
         known: Plans that exist already, by value. Those that are made here are added.
         values: The values that may be tried, from the smallest on.
         fixed: The memory of any value, as a plan for the value 0 would have it.
+        plans: The most plans that are made.
     """
     step, most, foreseen = values.step, values[-1] if values else 0, False
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
-    for _ in range(_PLANS):
+    for _ in range(plans):
         good, bad = _bounds(known, limits, most)
         low, high = good // step * step + step, min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
