@@ -36,7 +36,7 @@ from deltatune.ops.linear_attention.choice import MODELS, OPERATOR
 from deltatune.ops.operator.case import judged
 from deltatune.ops.operator.measure import relative_norm
 from with_mlx import MLX
-from with_torch import Torch
+from with_torch import FlashLinearAttention
 
 CALLS = 20
 # The tokens of a row on which errors are taken.
@@ -73,10 +73,10 @@ class OfMlx(MLX):
         mx.eval(self.arrays, self.dy)
 
 
-class SimpleGla(Torch):
+class SimpleGla(FlashLinearAttention):
     """FLA's simple_gla, in chunks."""
 
-    graph = True
+    note: str | None = None
 
     def make(self) -> Callable[..., Any]:
         from fla.ops.simple_gla import chunk_simple_gla
@@ -90,6 +90,8 @@ class SimpleGla(Torch):
 
     def load(self, given: Any, dtype: str = "bfloat16") -> None:
         arrays = {name: given[name] for name in ("q", "k", "v")}
+        # It answers once a process.
+        SimpleGla.note = self.times_only() or SimpleGla.note
         self.put(arrays | {"log_g": given["dt"] * given["A"]}, given["dy"], dtype)
 
     def put(self, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: str) -> None:
@@ -105,6 +107,8 @@ class SimpleGla(Torch):
 
 class Mamba2(SimpleGla):
     """mamba-ssm's chunk scan, which forms dt x and dt A itself: of its gradients those of C and B are compared."""
+
+    note = None
 
     def make(self) -> Callable[..., Any]:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -163,6 +167,7 @@ def measure(name: str, implementation: Any, arrays: dict[str, np.ndarray], exact
         f"{bytes_['excess'] / 1e6:7.1f} MB beyond {bytes_['inputs'] / 1e6:.0f} of inputs and "
         f"{bytes_['gradients'] / 1e6:.0f} of gradients; errors "
         + ", ".join(f"{key} {error:.1e}" for key, error in errors.items())
+        + (f" ({implementation.note})" if getattr(implementation, "note", None) else "")
     )
     implementation.release()
 
