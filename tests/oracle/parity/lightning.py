@@ -95,8 +95,10 @@ class BailingForCausalLM(transformers.PreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> CausalLMOutput:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> CausalLMOutput:
         logits = self.lm_head(self.model(input_ids))
+        if labels is None:
+            return CausalLMOutput(logits=logits)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
