@@ -4,5 +4,6 @@
 IMPLEMENTATIONS = {
     "gated_delta": ("naive", "chunk", "chunk_bf16", "fused", "native"),
     "linear_attention": ("naive", "chunk", "chunk_bf16", "fused"),
+    "quantized_product": ("packed", "unpacked"),
     "attention": ("naive", "blocked", "fused", "native"),
 }
