@@ -340,8 +340,8 @@ def test_slow_gates_that_are_rounded_are_refused(size, dtype, options):
 
 @pytest.mark.parametrize("options", [{}, {"segmented": True, "masked": True}, {"beta": ""}], ids=str)
 def test_products_in_bf16_serve_bf16_where_no_kernel_does(options, monkeypatch):
-    monkeypatch.setitem(OPERATOR.orders, "cpu", ("chunk_bf16", "chunk"))
-    monkeypatch.setitem(LINEAR_ATTENTION.orders, "cpu", ("chunk_bf16", "chunk"))
+    for orders in (OPERATOR.orders, LINEAR_ATTENTION.orders):
+        monkeypatch.setitem(orders, backend.device(), ("chunk_bf16", "chunk"))
     shape = ShapeClass(1, 2, 32, 16, "bfloat16", **options)
     operator = OPERATOR if shape.erases else LINEAR_ATTENTION
     name, function = candidates.choose(operator, Call.of_class(shape))
