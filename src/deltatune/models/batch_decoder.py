@@ -7,6 +7,7 @@ On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has 
 
 from __future__ import annotations
 
+import io
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm import batch_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
@@ -39,8 +41,6 @@ LEAST_ROOM = 256
 SHARE_FREE = 8
 # The tolerance between two ways of reading a prompt, over the norm of a state: far more than their rounding.
 ROUNDED = 0.1
-# Stands for a token with a logit that is not finite.
-NOT_FINITE = -1
 
 Sampler = Callable[[mx.array], mx.array]
 # Chooses the next token of each row from its logits [B, V].
@@ -74,7 +74,7 @@ class Answer:
         prompt: The tokens of the prompt.
         tokens: The tokens behind it, without the one that ended it.
         end: The token that ended it; None for an answer that the largest number of tokens has cut.
-        figures: The figures of each token, [F] each, that of the end included, where the chooser has any.
+        figures: The chooser's figures of each token, [F] each, that of the end included.
     """
 
     prompt: Sequence[int]
@@ -95,7 +95,7 @@ def chooser_of(sampler: Sampler | None) -> Chooser:
             total = mx.logsumexp(logits, axis=-1, keepdims=True)
             tokens = sampler(logits - total)
         # NaN as any token's logit leaves no token a probability.
-        return Chosen(tokens.astype(mx.int32), mx.isfinite(total[:, 0]))
+        return Chosen(tokens.astype(mx.int32), total.T.astype(mx.float32))
 
     return choose
 
@@ -139,9 +139,9 @@ class BatchDecoder:
         self._padding_is_right: bool | None = False if recurrent else None
         self._trained: Any = {}
         self._factors: list[mx.array] | None = None
-        self._step, self._factors_of = _step_of(model, self._kinds, trains)
+        self._step, self._arguments_of = _step_of(model, self._kinds, trains)
         if compiled:
-            self._step, self._factors_of = mx.compile(self._step), mx.compile(self._factors_of)
+            self._step, self._arguments_of = mx.compile(self._step), mx.compile(self._arguments_of)
 
     def _clear(self, rows: int) -> None:
         """Begin anew with free rows, so that nothing depends on earlier answers."""
@@ -205,9 +205,10 @@ class BatchDecoder:
         self._take(before)
 
     def _launch(self) -> Chosen:
-        """Launch a step; return the chosen tokens, with NOT_FINITE in place of one without a finite logit."""
+        """Launch a step; return the chosen tokens."""
         if self._factors is None:
-            self._factors = self._factors_of(self._trained, self._tokens, self._arrays, self._offset)[:-1]
+            arguments = self._arguments_of(self._trained, self._tokens, self._arrays, self._offset)
+            self._trained, self._factors, _ = arguments
             mx.eval(self._factors)
         # No other name may hold the arrays: MLX then reuses their memory for those of the next step.
         logits, self._arrays, self._offset = self._step(
@@ -215,24 +216,23 @@ class BatchDecoder:
         )
         chosen = self._choose(logits)
         self._tokens = chosen.tokens
-        chosen = chosen._replace(tokens=mx.where(chosen.finite, self._tokens, NOT_FINITE))
-        mx.async_eval(self._tokens, chosen, self._arrays, self._offset)
+        mx.async_eval(chosen, self._arrays, self._offset)
         return chosen
 
     def _take(self, chosen: Chosen) -> None:
         """Read the tokens of a step, which ends the rows that are done."""
-        figures = None if chosen.figures is None else as_numpy(chosen.figures).T
-        for place, (row, token) in enumerate(zip(self._rows, as_numpy(chosen.tokens), strict=True)):
+        figures = as_numpy(chosen.figures).T
+        healthy = np.isfinite(figures).all(axis=1)
+        for place, (row, token) in enumerate(zip(self._rows, as_numpy(chosen.tokens).tolist(), strict=True)):
             if row is None:
                 continue
-            if token == NOT_FINITE:
+            if not healthy[place]:
                 raise NotFiniteError([*row.prompt, *row.tokens])
-            if figures is not None:
-                row.figures.append(figures[place])
+            row.figures.append(figures[place])
             if token in self._ends:
-                row.end = int(token)
+                row.end = token
             else:
-                row.tokens.append(int(token))
+                row.tokens.append(token)
             if token in self._ends or len(row.tokens) >= self._max_tokens:
                 self._rows[place] = None
 
@@ -346,12 +346,15 @@ def _distinct(group: Sequence[Answer]) -> list[Answer]:
     return list({id(row.prompt): row for row in reversed(group)}.values())[::-1]
 
 
-def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Step, Callable[..., list[mx.array]]]:
+def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Step, Callable[..., Any]]:
     """The step: it returns the logits after one token of each row, the rows' caches, and the next offsets.
 
     Its first arguments are the trainable parameters and the factors that layers compute from them, where they change
-    between steps; otherwise an empty dict and list. The second function returns the factors, and the offsets.
+    between steps; otherwise an empty dict and list. The second function returns those of them that the step reads: MLX
+    would look at each of some hundred others at every token.
     """
+    # The numbers of the factors that the step reads.
+    read: list[int] = []
 
     def forward(
         trained: Any, factors: Factors, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
@@ -370,16 +373,22 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
         finally:
             model.update(before)
 
-    def factors_of(trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array) -> list[mx.array]:
+    def arguments_of(
+        trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+    ) -> tuple[Any, list[mx.array], mx.array]:
         factors = Factors()
-        forward(trained, factors, tokens, arrays, offset)
+        logits, caches = forward(trained, factors, tokens, arrays, offset)
+        weights = [weight for _, weight in tree_flatten(trained)]
+        outputs = [logits, *(array for cache in caches for array in cache.handed)]
+        are_read = _are_read(outputs, [*weights, *factors.handed])
+        read[:] = [number for number, is_read in enumerate(are_read[len(weights) :]) if is_read]
         # A compiled function has to return something, where no layer has factors.
-        return [*factors.noted, offset]
+        return trained if any(are_read[: len(weights)]) else {}, [factors.noted[number] for number in read], offset
 
     def step(
         trained: Any, factors: list[mx.array], tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
-        logits, caches = forward(trained, Factors(factors), tokens, arrays, offset)
+        logits, caches = forward(trained, Factors(dict(zip(read, factors, strict=True))), tokens, arrays, offset)
         for cache, layer_arrays in zip(caches, arrays, strict=True):
             # A kernel of attention writes into the keys and values that it gets.
             if isinstance(cache, RecurrentRows) and any(map(operator.is_, cache.handed, layer_arrays)):
@@ -389,7 +398,15 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
                 )
         return logits, [cache.handed for cache in caches], offset + 1
 
-    return step, factors_of
+    return step, arguments_of
+
+
+def _are_read(outputs: Sequence[mx.array], arrays: Sequence[mx.array]) -> list[bool]:
+    """Return for each of some arrays whether any other is computed from it on the way to the outputs."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs, **{f"array{number}": array for number, array in enumerate(arrays)})
+    graph = text.getvalue()
+    return [f'"array{number}" -> ' in graph for number in range(len(arrays))]
 
 
 def _roomy(array: mx.array, kind: type, room: int) -> tuple[int, ...]:
@@ -449,7 +466,7 @@ def answer_all(
 
         def checked(logprobs: mx.array) -> mx.array:
             chosen = choose(logprobs)
-            healthy[0] = healthy[0] & chosen.finite.all()
+            healthy[0] = healthy[0] & mx.isfinite(chosen.figures).all()
             # Computed with the tokens, it holds no log-probabilities.
             return mx.depends([chosen.tokens], healthy)[0]
 

@@ -21,13 +21,11 @@ class Chosen(NamedTuple):
 
     Attributes:
         tokens: [B] int32.
-        finite: [B] bool, whether the token's log-probability is finite.
-        figures: [F, B] fp32, numbers to be kept beside each token; None without any.
+        figures: [F, B] fp32, numbers to be kept beside each token; one that is not finite ends the decoding.
     """
 
     tokens: mx.array
-    finite: mx.array
-    figures: mx.array | None = None
+    figures: mx.array
 
 
 @dataclass(frozen=True)
@@ -92,17 +90,16 @@ class SampledPolicy:
         keys = [key]
 
         def choose(logits: mx.array) -> Chosen:
-            keys[0], here = mx.random.split(keys[0])
             sample = sampled_token if serves(logits) else sampled_token_naive
             # TRL's entropy averages -log p of the logits without restrictions, too.
-            tokens, log_probabilities, entropies = sample(logits, here, self.temperature)
+            tokens, figures, following = sample(logits, keys[0], self.temperature)
             if self._restricts:
                 restricted = self.logits(logits)
-                tokens = mx.random.categorical(restricted, key=here).astype(mx.int32)
+                tokens = mx.random.categorical(restricted, key=mx.random.split(keys[0])[1]).astype(mx.int32)
                 of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
-                log_probabilities = of_tokens - mx.logsumexp(restricted, axis=-1)
-            figures = mx.stack([log_probabilities, entropies])
-            return Chosen(tokens, mx.isfinite(figures).all(axis=0), figures)
+                figures = mx.stack([of_tokens - mx.logsumexp(restricted, axis=-1), figures[1]])
+            keys[0] = following
+            return Chosen(tokens, figures)
 
         return choose
 

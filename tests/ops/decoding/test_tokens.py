@@ -233,17 +233,18 @@ def gated_calls() -> Iterator[tuple]:
 
 
 def linear_calls() -> Iterator[tuple]:
-    shapes = [(3, 16), (8, 16), (8, 16), (16,), (3, 8), (3, 2), (2, 8), (2, 8)]
-    x, weight, second, norm, residual, h, b, second_b = drawn(*shapes, dtype=mx.bfloat16)
-    call = LinearToken(x, weight, RowNorm(norm, 1e-6), second, LowRank(h, b, second_b), residual)
+    shapes = [(3, 16), (8, 16), (8, 16), (16,), (3, 8), (8, 16), (8, 8), (8, 8)]
+    x, weight, second, norm, residual, a, b, second_b = drawn(*shapes, dtype=mx.bfloat16)
+    call = LinearToken(x, weight, RowNorm(norm, 1e-6), second, LowRank(a, b, second_b), residual)
     yield (call,)
     yield (replace(call, x=x[:, :12], weight=weight[:, :12], norm=None, second=None, low_rank=None),)
     yield (replace(call, weight=weight.astype(mx.float32)),)
     yield (replace(call, second=second[:4]),)
     yield (replace(call, norm=RowNorm(norm[:8], 1e-6)),)
     yield (replace(call, residual=residual[:1]),)
-    yield (replace(call, low_rank=LowRank(h, b[:1], second_b)),)
-    yield (replace(call, low_rank=LowRank(h, b)),)
+    yield (replace(call, low_rank=LowRank(a, b[:1], second_b)),)
+    yield (replace(call, low_rank=LowRank(a, b)),)
+    yield (replace(call, low_rank=LowRank(a[:5], b[:, :5], second_b[:, :5])),)
     yield (LinearToken(x.astype(mx.float32), weight.astype(mx.float32)),)
     yield (LinearToken(x[0], weight),)
 

@@ -17,12 +17,12 @@ from .linear_token import LinearToken, LowRank, RowNorm, linear_token, serves
 
 
 class Matrix(NamedTuple):
-    """The matrix of a linear layer with its adapter: weight + (a^T b)^T.
+    """The matrix of a linear layer with its adapter: weight + b a.
 
     Attributes:
         weight: [out, in].
         a: The narrow factor of an adapter, [r, in], or None.
-        b: Its other factor, times the adapter's scale, [r, out], or None.
+        b: Its other factor, times the adapter's scale, [out, r], or None.
     """
 
     weight: mx.array
@@ -55,8 +55,7 @@ def product(x: mx.array, matrix: Matrix) -> mx.array | None:
         return None
     noted = trace.current().known.of(x, _Normed)
     call = LinearToken(x, matrix.weight) if noted is None else LinearToken(noted.x, matrix.weight, noted.norm)
-    adapted = _with_adapters(call, matrix.a, matrix.b)
-    return None if adapted is None else _called(adapted, matrix)
+    return _called(_with_adapters(call, matrix.a, matrix.b), matrix)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
@@ -65,10 +64,9 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     if first is None or second is None or first.call.x is not second.call.x or first.call.norm != second.call.norm:
         return None
     both = joined([first.matrix, second.matrix])
-    of_first, of_second = (None, None) if both.b is None else mx.split(both.b, [first.matrix.weight.shape[0]], axis=1)
+    of_first, of_second = (None, None) if both.b is None else mx.split(both.b, [first.matrix.weight.shape[0]])
     call = replace(first.call, second=second.matrix.weight, low_rank=None)
-    adapted = _with_adapters(call, both.a, of_first, of_second)
-    return None if adapted is None else _called(adapted, first.matrix)
+    return _called(_with_adapters(call, both.a, of_first, of_second), first.matrix)
 
 
 def total(x: mx.array, y: mx.array) -> mx.array:
@@ -83,25 +81,23 @@ def total(x: mx.array, y: mx.array) -> mx.array:
 def joined(matrices: Sequence[Matrix]) -> Matrix:
     """Return several matrices as one that gives their products beside one another; it is computed now.
 
-    Their adapters become one, too; its other factor has zeros where an adapter adds nothing.
+    Their adapters become one, too; its other factor has zeros where an adapter adds nothing. Those that are arguments
+    of the step are not computed now.
     """
-    widths, weight = [matrix.weight.shape[0] for matrix in matrices], mx.concatenate([m.weight for m in matrices])
-    narrow = [matrix.a for matrix in matrices if matrix.a is not None]
-    if not narrow:
+    weight = mx.concatenate([matrix.weight for matrix in matrices])
+    ranks = [0 if matrix.a is None else matrix.a.shape[0] for matrix in matrices]
+    if not any(ranks):
         mx.eval(weight)
         return Matrix(weight)
     rows = []
     for place, matrix in enumerate(matrices):
-        if matrix.b is not None:
-            beside = sum(widths[:place]), sum(widths[place + 1 :])
-            rows.append(mx.pad(matrix.b, [(0, 0), beside]))
-    a, b = mx.concatenate(narrow), mx.concatenate(rows)
-    factors = trace.current().factors
-    if factors is None:
-        mx.eval(weight, a, b)
-        return Matrix(weight, a, b)
+        b = mx.zeros((matrix.weight.shape[0], 0), weight.dtype) if matrix.b is None else matrix.b
+        rows.append(mx.pad(b, [(0, 0), (sum(ranks[:place]), sum(ranks[place + 1 :]))]))
+    a, b = mx.concatenate([matrix.a for matrix in matrices if matrix.a is not None]), mx.concatenate(rows)
     mx.eval(weight)
-    return Matrix(weight, *factors.kept(a, b))
+    if trace.current().factors is None:
+        mx.eval(a, b)
+    return Matrix(weight, a, b)
 
 
 def _product_of(y: mx.array) -> _Product | None:
@@ -109,14 +105,13 @@ def _product_of(y: mx.array) -> _Product | None:
     return told.known.of(y, _Product) if told.next_tokens else None
 
 
-def _with_adapters(
-    call: LinearToken, a: mx.array | None, b: mx.array | None, second_b: mx.array | None = None
-) -> LinearToken | None:
-    """Return the call with the adapters' update, if any; None where no kernel computes their narrow product."""
-    if a is None or b is None:
-        return call
-    narrow = LinearToken(call.x, a, call.norm)
-    return replace(call, low_rank=LowRank(linear_token(narrow), b, second_b)) if serves(narrow) else None
+def _with_adapters(call: LinearToken, *factors: mx.array | None) -> LinearToken:
+    """Return the call with the update of adapters, if any, of which `factors` are a, b and the second weight's b."""
+    there = [factor for factor in factors if factor is not None]
+    kept = trace.current().factors
+    if kept is not None:
+        there = kept.kept(*there)
+    return replace(call, low_rank=LowRank(*there)) if there else call
 
 
 def _called(call: LinearToken, matrix: Matrix) -> mx.array | None:

@@ -115,12 +115,17 @@ inline RowShare share_at(P from) {
   return RowShare{from[0], from[1], from[2], from[3], from[4], static_cast<int>(from[5])};
 }
 
+// A number of the two keys that MLX splits a key into: 0 and 1 are those of the next token's key, 2 and 3 of this one's.
+inline unsigned int split_key(int number, unsigned int first, unsigned int second) {
+  return random_bits(number, 4, first, second);
+}
+
 // Computes a block's share of a row of logits [rows, vocabulary] / temperature. Two numbers of 32 bits are the key.
 template <int GROUPS, int PARTS, typename L, typename K>
 inline void sampled_shares(Place at, threadgroup char* memory, int rows, int vocabulary, L logits, K key,
                            float temperature, GLOBAL float* shares) {
   const unsigned int count = static_cast<unsigned int>(rows) * vocabulary, start = at.y * vocabulary;
-  const unsigned int first_key = key[0], second_key = key[1];
+  const unsigned int first_key = split_key(2, key[0], key[1]), second_key = split_key(3, key[0], key[1]);
   const int part = (vocabulary + PARTS - 1) / PARTS, after = ((int)at.x + 1) * part;
   const int end = after < vocabulary ? after : vocabulary;
   RowShare own = no_share();
@@ -136,16 +141,18 @@ inline void sampled_shares(Place at, threadgroup char* memory, int rows, int voc
   give_share(shares + 6 * (at.y * PARTS + at.x), own);
 }
 
-// Joins the shares of each row; writes its token, the token's log-probability, and the row's entropy.
-template <int GROUPS, typename S>
-inline void sampled_token(Place at, threadgroup char*, int parts, S shares, GLOBAL int* tokens,
-                          GLOBAL float* log_probabilities, GLOBAL float* entropies) {
+// Joins the shares of each row; writes its token, the token's log-probability and the row's entropy, [2, rows] together,
+// and the next token's key.
+template <int GROUPS, typename S, typename K>
+inline void sampled_token(Place at, threadgroup char*, int rows, int parts, S shares, K key, GLOBAL int* tokens,
+                          GLOBAL float* figures, GLOBAL unsigned int* next) {
+  if (at.x == 0 && at.lane < 2) next[at.lane] = split_key(at.lane, key[0], key[1]);
   RowShare own = no_share();
   if (at.lane < parts) own = share_at(shares + 6 * (at.x * parts + at.lane));
   join_lanes(own);
   if (at.lane != 0) return;
   const float total = metal::log(own.sum);
   tokens[at.x] = own.token;
-  log_probabilities[at.x] = own.logit - own.largest - total;
-  entropies[at.x] = total - own.spread / own.sum;
+  figures[at.x] = own.logit - own.largest - total;
+  figures[rows + at.x] = total - own.spread / own.sum;
 }
