@@ -21,7 +21,7 @@ from ..operator.measure import as_float64
 PARTS, GROUPS = 8, 8
 SHARES = Kernel(
     name="sampled_shares",
-    files=("decoding/sampled_token.h",),
+    files=("passes/exponentials.h", "decoding/sampled_token.h"),
     values=("GROUPS", "PARTS"),
     sizes=("logits_shape[0]", "logits_shape[1]"),
     arrays=("logits", "key", "temperature", "shares"),
