@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from host_machine import HostError
 
 from deltatune.machine import backend
 from deltatune.ops.decoding import attention_token, delta_token, gated_attention_token, linear_token
@@ -192,6 +193,24 @@ def test_a_row_of_any_start_is_read(rows, running):
         y = linear_token.linear_token(call)
     exact = linear_token.linear_token_naive(LinearToken(call.x.astype(mx.float32), weight.astype(mx.float32)))
     assert mx.abs(y - exact).max().item() <= linear_token.BOUNDS[mx.bfloat16] * mx.abs(exact).max().item()
+
+
+def test_blocks_wait_for_the_narrow_product_and_leave_their_counters_at_zero(running):
+    launches = []
+
+    def noted(launch: Launch) -> list[mx.array]:
+        launches.append(launch)
+        return running(linear_token.KERNEL)(launch)
+
+    case = linear_token.trial_case((True,) * 4, mx.bfloat16, TokenBlock(2, 1))
+    mx.eval(case.computed(noted))
+    (launch,) = launches
+    assert launch.blocks[0] > 1
+    assert not launch.inputs["counters"].any()
+    if backend.device() == "cpu":
+        launch.kernel = replace(launch.kernel, in_order=False)
+        with pytest.raises(HostError, match="a block waits for one that has not run"):
+            running(linear_token.KERNEL)(launch)
 
 
 def attention_calls() -> Iterator[tuple]:
