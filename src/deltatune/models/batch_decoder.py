@@ -23,7 +23,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..errors import NotFiniteError, UserError
 from ..layers import gated_delta_layers, logits_of
-from ..machine import backend
+from ..machine import backend, host_memory
 from ..machine.compiling import without_kernels
 from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
@@ -88,14 +88,14 @@ def chooser_of(sampler: Sampler | None) -> Chooser:
 
     def choose(logits: mx.array) -> Chosen:
         if sampler is None:
-            total = mx.logsumexp(logits, axis=-1, keepdims=True)
+            total = mx.logsumexp(logits, axis=-1)
             tokens = logits.argmax(axis=-1)
         else:
             logits = logits.astype(mx.float32)
-            total = mx.logsumexp(logits, axis=-1, keepdims=True)
-            tokens = sampler(logits - total)
+            total = mx.logsumexp(logits, axis=-1)
+            tokens = sampler(logits - total[:, None])
         # NaN as any token's logit leaves no token a probability.
-        return Chosen(tokens.astype(mx.int32), total.T.astype(mx.float32))
+        return Chosen(tokens.astype(mx.int32), mx.stack([tokens.astype(mx.float32), total.astype(mx.float32)]))
 
     return choose
 
@@ -138,6 +138,8 @@ class BatchDecoder:
         recurrent = ArraysCache in self._kinds and not gated_delta_layers(model)
         self._padding_is_right: bool | None = False if recurrent else None
         self._trained: Any = {}
+        # The addresses of arrays that the host reads.
+        self._left_on_host: set[int] = set()
         self._factors: list[mx.array] | None = None
         self._step, self._arguments_of = _step_of(model, self._kinds, trains)
         if compiled:
@@ -221,14 +223,20 @@ class BatchDecoder:
 
     def _take(self, chosen: Chosen) -> None:
         """Read the tokens of a step, which ends the rows that are done."""
-        figures = as_numpy(chosen.figures).T
+        read = as_numpy(chosen.figures)
+        if backend.device() == "cuda" and read.ctypes.data not in self._left_on_host:
+            # The GPU would wait for the page that the host has just read.
+            self._left_on_host.add(read.ctypes.data)
+            host_memory.stay([chosen.figures])
+        # A copy, so that the same few arrays serve all tokens.
+        figures = read.T.copy()
         healthy = np.isfinite(figures).all(axis=1)
-        for place, (row, token) in enumerate(zip(self._rows, as_numpy(chosen.tokens).tolist(), strict=True)):
+        for place, (row, token) in enumerate(zip(self._rows, figures[:, 0].astype(int).tolist(), strict=True)):
             if row is None:
                 continue
             if not healthy[place]:
                 raise NotFiniteError([*row.prompt, *row.tokens])
-            row.figures.append(figures[place])
+            row.figures.append(figures[place, 1:])
             if token in self._ends:
                 row.end = token
             else:

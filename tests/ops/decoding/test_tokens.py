@@ -67,7 +67,7 @@ def cases() -> Iterator[Any]:
         yield gated_attention_token, (*GATED[number], (dtype, dtype, mx.float32 if number % 2 else dtype))
     # With and without a norm, a second weight, adapters and a residual: any three of them in both types.
     for parts in itertools.product([False, True], repeat=4):
-        yield linear_token, (parts, list(linear_token.BOUNDS)[sum(parts) % 2], TokenBlock(2, 2))
+        yield linear_token, (parts, list(linear_token.BOUNDS)[sum(parts) % 2], TokenBlock(2, 2, 8))
 
 
 def named(value: Any) -> str:
@@ -86,7 +86,7 @@ WRONG = [
     (attention_token, (*ATTENTION[0], mx.float32), "y", 1.001),
     (delta_token, (*DELTA[1], delta_kinds(mx.float32, mx.float32)), "state", 1.001),
     (gated_attention_token, (*GATED[0], (mx.float32,) * 3), "y", 1.001),
-    (linear_token, ((True,) * 4, mx.bfloat16, TokenBlock(2, 1)), "y", 1.1),
+    (linear_token, ((True,) * 4, mx.bfloat16, TokenBlock(2, 1, 8)), "y", 1.1),
 ]
 
 
@@ -202,7 +202,7 @@ def test_blocks_wait_for_the_narrow_product_and_leave_their_counters_at_zero(run
         launches.append(launch)
         return running(linear_token.KERNEL)(launch)
 
-    case = linear_token.trial_case((True,) * 4, mx.bfloat16, TokenBlock(2, 1))
+    case = linear_token.trial_case((True,) * 4, mx.bfloat16, TokenBlock(2, 1, 8))
     mx.eval(case.computed(noted))
     (launch,) = launches
     assert launch.blocks[0] > 1

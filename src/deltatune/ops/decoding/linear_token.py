@@ -21,8 +21,8 @@ from ..recomputation import is_small_case, note
 
 # The most rows with products that are faster this way than MLX's. A block can compute them all.
 MOST_ROWS = 64
-# Groups of 32 lanes in a block, and about how many blocks an NVIDIA GPU computes at once.
-GROUPS, BLOCKS = 8, 112
+# About how many blocks an NVIDIA GPU computes at once.
+BLOCKS = 112
 KERNEL = Kernel(
     name="linear_token",
     files=("fragments.h", "decoding/linear_token.h"),
@@ -108,10 +108,11 @@ class LinearToken:
 
 
 class TokenBlock(NamedTuple):
-    """The share of a block: 16 `tiles` outputs, of both weights together, of 8 `lines` rows."""
+    """The share of a block: 16 `tiles` outputs, of both weights together, of 8 `lines` rows, in groups of 32 lanes."""
 
     tiles: int
     lines: int
+    groups: int
 
 
 def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.array:
@@ -198,10 +199,15 @@ def _block_of(call: LinearToken) -> TokenBlock:
 
 @lru_cache(maxsize=1024)
 def _largest_block(rows: int, outputs: int, parts: int) -> TokenBlock:
-    lines, tiles = 1 << (-(-rows // 8) - 1).bit_length(), 2
-    while lines > 2 and math.prod(_grid(rows, parts * outputs, TokenBlock(tiles, lines))) < BLOCKS:
-        tiles, lines = (parts, lines) if tiles > parts else (tiles, lines // 2)
-    return TokenBlock(tiles, lines)
+    lines = 1 << (-(-rows // 8) - 1).bit_length()
+    shares = [(4, 4), (2, 4), (2, 2), (1, 2)] if lines > 2 else [(2, lines), (1, lines)]
+    counts = {
+        share: math.prod(_grid(rows, parts * outputs, TokenBlock(*share, 1))) for share in shares if share[0] >= parts
+    }
+    tiles, lines = next((share for share, count in counts.items() if count >= BLOCKS), list(counts)[-1])
+    # Two blocks of few groups share a multiprocessor; a block by itself needs many to keep loads on their way.
+    few = tiles * lines > 4 or counts[tiles, lines] >= 2 * BLOCKS
+    return TokenBlock(tiles, lines, 4 if few else 16)
 
 
 def _grid(rows: int, outputs: int, block: TokenBlock) -> tuple[int, int]:
@@ -231,9 +237,9 @@ def _plan(
     between = {"h": ((*rows, rank), dtype)} if rank else {}
     return Plan(
         outputs={**between, "y": ((*rows, outputs), dtype)},
-        values={"GROUPS": GROUPS, "TILES": block.tiles, "LINES": block.lines, "PARTS": parts},
+        values={"GROUPS": block.groups, "TILES": block.tiles, "LINES": block.lines, "PARTS": parts},
         blocks=(narrow + across, down, 1),
-        groups=GROUPS,
+        groups=block.groups,
         sizes=(
             " * ".join(f"x_shape[{i}]" for i in range(last)),
             f"x_shape[{last}]",
@@ -253,7 +259,7 @@ def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: Tok
         dtype: That of all arrays.
         block: The share of a block.
     """
-    rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * GROUPS + 40, 16 * block.tiles + 8, 40
+    rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * block.groups + 40, 16 * block.tiles + 8, 40
     names = ("x", "weight", "second", "norm", "a", "b", "second_b", "residual")
     matrices = [(rows, inputs), (outputs, inputs), (outputs, inputs)]
     shapes = [*matrices, (inputs,), (rank, inputs), (outputs, rank), (outputs, rank), (rows, outputs)]

@@ -142,18 +142,19 @@ inline void sampled_shares(Place at, threadgroup char* memory, int rows, int voc
   give_share(shares + 6 * (at.y * PARTS + at.x), own);
 }
 
-// Joins the shares of each row; writes its token, the token's log-probability and the row's entropy, [2, rows] together,
-// and the next token's key.
+// Joins the shares of each row; writes its token, the token again with its log-probability and the row's entropy in
+// [3, rows], and the next token's key, twice.
 template <int GROUPS, typename S, typename K>
 inline void sampled_token(Place at, threadgroup char*, int rows, int parts, S shares, K key, GLOBAL int* tokens,
                           GLOBAL float* figures, GLOBAL unsigned int* next) {
-  if (at.x == 0 && at.lane < 2) next[at.lane] = split_key(at.lane, key[0], key[1]);
+  if (at.x == 0 && at.lane < 4) next[at.lane] = split_key(at.lane % 2, key[0], key[1]);
   RowShare own = no_share();
   if (at.lane < parts) own = share_at(shares + 6 * (at.x * parts + at.lane));
   join_lanes(own);
   if (at.lane != 0) return;
   const float total = metal::log(own.all.sum);
   tokens[at.x] = own.token;
-  figures[at.x] = own.logit - own.all.largest - total;
-  figures[rows + at.x] = total - own.spread / own.all.sum;
+  figures[at.x] = static_cast<float>(own.token);
+  figures[rows + at.x] = own.logit - own.all.largest - total;
+  figures[2 * rows + at.x] = total - own.spread / own.all.sum;
 }
