@@ -152,6 +152,8 @@ class BatchDecoder:
         self._arrays: list[list[mx.array]] = []
         self._tokens, self._offset = mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32)
         self._room = self._first_room
+        # No row has more tokens with those that are under way.
+        self._most = 0
 
     def run(self, prompts: Sequence[Sequence[int]], sampler: Sampler | None = None) -> list[list[int]]:
         """Return the tokens behind each prompt, without the one that ended it.
@@ -196,7 +198,9 @@ class BatchDecoder:
         while True:
             if between is not None:
                 between()
-            self._make_room()
+            self._most += 1
+            if self._most > self._room:
+                self._make_room()
             following = self._launch()
             if before is not None:
                 self._take(before)
@@ -246,10 +250,10 @@ class BatchDecoder:
 
     def _make_room(self) -> None:
         """Make room for the tokens that the next step and the one under way add."""
-        most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
-        if most <= self._room:
+        self._most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
+        if self._most <= self._room:
             return
-        self._room = _doubled(self._room, most)
+        self._room = _doubled(self._room, self._most)
         # The step under way writes into the keys and values that are copied here, which MLX does not know.
         mx.eval(self._tokens)
         for kind, layer_arrays in zip(self._kinds, self._arrays, strict=True):
