@@ -80,7 +80,7 @@ class Answer:
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
     end: int | None = None
-    figures: list[np.ndarray] = field(default_factory=list)
+    figures: list[list[float]] = field(default_factory=list)
 
 
 def chooser_of(sampler: Sampler | None) -> Chooser:
@@ -232,19 +232,19 @@ class BatchDecoder:
             # The GPU would wait for the page that the host has just read.
             self._left_on_host.add(read.ctypes.data)
             host_memory.stay([chosen.figures])
-        # A copy, so that the same few arrays serve all tokens.
-        figures = read.T.copy()
-        healthy = np.isfinite(figures).all(axis=1)
-        for place, (row, token) in enumerate(zip(self._rows, figures[:, 0].astype(int).tolist(), strict=True)):
+        # Copied, so that the same few arrays serve all tokens.
+        numbers, healthy = read.T.tolist(), np.isfinite(read).all(axis=0).tolist()
+        for place, row in enumerate(self._rows):
             if row is None:
                 continue
             if not healthy[place]:
                 raise NotFiniteError([*row.prompt, *row.tokens])
-            row.figures.append(figures[place, 1:])
+            token, *figures = numbers[place]
+            row.figures.append(figures)
             if token in self._ends:
-                row.end = token
+                row.end = int(token)
             else:
-                row.tokens.append(token)
+                row.tokens.append(int(token))
             if token in self._ends or len(row.tokens) >= self._max_tokens:
                 self._rows[place] = None
 

@@ -63,10 +63,10 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     first, second = _product_of(gate), _product_of(up)
     if first is None or second is None or first.call.x is not second.call.x or first.call.norm != second.call.norm:
         return None
-    both = joined([first.matrix, second.matrix])
-    of_first, of_second = (None, None) if both.b is None else mx.split(both.b, [first.matrix.weight.shape[0]])
+    a, b = _joined_factors([first.matrix, second.matrix])
+    of_each = [] if b is None else mx.split(b, [first.matrix.weight.shape[0]])
     call = replace(first.call, second=second.matrix.weight, low_rank=None)
-    return _called(_with_adapters(call, both.a, of_first, of_second), first.matrix)
+    return _called(_with_adapters(call, a, *of_each), first.matrix)
 
 
 def total(x: mx.array, y: mx.array) -> mx.array:
@@ -81,23 +81,26 @@ def total(x: mx.array, y: mx.array) -> mx.array:
 def joined(matrices: Sequence[Matrix]) -> Matrix:
     """Return several matrices as one that gives their products beside one another; it is computed now.
 
-    Their adapters become one, too; its other factor has zeros where an adapter adds nothing. Those that are arguments
-    of the step are not computed now.
+    Their adapters become one, too. Factors that are arguments of the step are not computed now.
     """
     weight = mx.concatenate([matrix.weight for matrix in matrices])
+    mx.eval(weight)
+    return Matrix(weight, *_joined_factors(matrices))
+
+
+def _joined_factors(matrices: Sequence[Matrix]) -> tuple[mx.array, mx.array] | tuple[None, None]:
+    """Return a and b of all adapters together, if any; b has zeros where an adapter adds nothing."""
     ranks = [0 if matrix.a is None else matrix.a.shape[0] for matrix in matrices]
     if not any(ranks):
-        mx.eval(weight)
-        return Matrix(weight)
+        return None, None
     rows = []
     for place, matrix in enumerate(matrices):
-        b = mx.zeros((matrix.weight.shape[0], 0), weight.dtype) if matrix.b is None else matrix.b
+        b = mx.zeros((matrix.weight.shape[0], 0), matrix.weight.dtype) if matrix.b is None else matrix.b
         rows.append(mx.pad(b, [(0, 0), (sum(ranks[:place]), sum(ranks[place + 1 :]))]))
     a, b = mx.concatenate([matrix.a for matrix in matrices if matrix.a is not None]), mx.concatenate(rows)
-    mx.eval(weight)
     if trace.current().factors is None:
         mx.eval(a, b)
-    return Matrix(weight, a, b)
+    return a, b
 
 
 def _product_of(y: mx.array) -> _Product | None:

@@ -44,13 +44,14 @@ class Factors:
 
     def kept(self, *arrays: mx.array) -> list[mx.array]:
         """Note arrays; return those in their place."""
+        start = len(self.handed)
         for array in arrays:
             if self._computed is None:
                 self.handed.append(mx.zeros(array.shape, array.dtype))
             else:
                 self.handed.append(self._computed.get(len(self.noted), array))
             self.noted.append(array)
-        return self.handed[-len(arrays) :]
+        return self.handed[start:]
 
 
 class RouterWatch(NamedTuple):
