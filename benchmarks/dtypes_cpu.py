@@ -49,7 +49,7 @@ def measured(shape: trainers.Shape, kind: str, steps: int) -> tuple[float, float
             start = time.perf_counter(), time.process_time()
             mx.eval(step(batch, model.trainable_parameters()))
             seconds.append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    wall, processor = map(min, zip(*seconds[1:]))
+    wall, processor = map(min, zip(*seconds[1:], strict=True))
     return wall, processor, mx.get_peak_memory()
 
 
