@@ -50,6 +50,11 @@ TRAINING: Conditions = {
     "memory mask_prompt chat_turns": (
         "without loss: grpo, which samples its answers and measures them by their rewards",
         lambda c, f: c.loss != "grpo"),
+    "mtp": (
+        "with loss: sft, and without from_scratch and memory",
+        lambda c, f: c.loss == "sft" and not c.from_scratch and c.memory is None),
+    "mtp_weight mtp_trunk_gradient": ("with mtp: true", lambda c, f: c.mtp is True),
+    "parts": ("without mtp: only, which trains the head alone", lambda c, f: c.mtp != "only"),
     "gamma": ("with loss: simpo", lambda c, f: c.loss == "simpo"),
     "label_smoothing": (
         "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
