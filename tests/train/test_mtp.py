@@ -1,9 +1,11 @@
 """Runs that train the multi-token-prediction head: beside the model, alone, packed, continued, on ranks; refusals."""
 
 import json
+import re
 import shutil
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import mtp
 from deltatune.models.adapted_base import load
+from deltatune.models.drafts import stream_drafted
+from deltatune.models.generate import Sampling, stream
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -24,6 +28,7 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train import Trainer
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
+from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare, ready, training
 from mtp_heads import with_head
 from transformers_saves import write_as_transformers
@@ -232,6 +237,85 @@ def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tm
     assert left.keys() == right.keys()
     for name, expected in left.items():
         np.testing.assert_allclose(right[name], expected, rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def drafting(headed, options, tmp_path_factory):
+    """The folder of an adapter with which most drafts are right."""
+    folder = tmp_path_factory.mktemp("drafting") / "out"
+    rates = {"lr_schedule": "constant", "learning_rate": 2e-2, "grad_clip": None, "grad_accumulation_steps": 1}
+    lora = {"lora_parameters": LoraConfig(rank=8), "val_batches": 0, "mtp_weight": 1.0}
+    config = TrainConfig(
+        **options | rates | lora | {"model": str(headed), "mtp": True, "iters": 40}, adapter_path=str(folder)
+    )
+    run = ready(config)
+    run.prepare()
+    Trainer.of(run, Screen(shown=False)).run()
+    return folder
+
+
+def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
+    """The trained head's drafts are accepted, and those of the head as it was refused."""
+    trained, stale = load(headed, drafting, mtp=True), load(headed, drafting)
+    mtp.add_head(stale.model, headed)
+    shares = []
+    for loaded in (trained, stale):
+        before = dict(loaded.model.mtp)
+        drafted = accepted = 0
+        for prompt in range(3):
+            tokens = loaded.tokenizer.encode(f"question {prompt} dog")
+            plain = list(stream(loaded, tokens, 24, Sampling()))
+            with_drafts = list(stream_drafted(loaded, tokens, 24))
+            assert [piece.token for piece in with_drafts] == [piece.token for piece in plain]
+            assert "".join(piece.text for piece in with_drafts) == "".join(piece.text for piece in plain)
+            last, expected = with_drafts[-1], plain[-1]
+            for name in ("prompt_tokens", "generation_tokens", "finish_reason"):
+                assert getattr(last, name) == getattr(expected, name)
+            drafted += last.drafted
+            accepted += last.accepted
+        assert dict(loaded.model.mtp) == before
+        shares.append(accepted / drafted)
+    assert shares[0] > 0.5 > 0.2 > shares[1]
+
+
+def test_the_command_line_drafts(headed, drafting, data_folder):
+    model = ["--model", headed, "--adapter-path", drafting]
+    asked = ["generate", *model, "--prompt", "question 3 dog dog", "-m", 20]
+    plain, drafted = deltatune(*asked), deltatune(*asked, "--draft")
+    assert drafted.returncode == 0, drafted.stderr
+    assert drafted.stdout.split("\n[")[0] == plain.stdout.split("\n[")[0]
+    assert re.search(r"; \d+ of \d+ drafted tokens accepted; peak memory", drafted.stdout)
+    plain, drafted = (deltatune("eval", *model, "--data", data_folder, *more) for more in ([], ["--draft"]))
+    loss = re.search(r"Test loss [\d.]+, test perplexity \d+\.\d+", plain.stdout)[0]
+    assert re.search(rf"{re.escape(loss)}, mtp loss [\d.]+, accepted 0\.\d+\.", drafted.stdout)
+
+
+REFUSED_DRAFTS = {
+    "sampled": (["generate", "--prompt", "a", "--temp", "0.5"], "--draft: read only with --temp 0"),
+    "within a bound of memory": (["generate", "--prompt", "a", "--memory", "1GB"], "--draft: read only with --temp 0"),
+    "on tasks": (["eval", "--tasks", "arc_easy"], "--draft: read only without --tasks"),
+    "evaluated within a bound": (["eval", "--data", "none", "--memory", "1GB"], "leave --memory out"),
+}
+
+
+@pytest.mark.bad_input("`--draft` with options that it does not serve, or for a checkpoint without a head")
+@pytest.mark.parametrize("case", REFUSED_DRAFTS)
+def test_options_of_drafts(headed, case):
+    (command, *flags), message = REFUSED_DRAFTS[case]
+    done = called(command, "--model", headed, "--draft", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.bad_input("`--draft` for a model whose parameters are not those of mlx-vlm's")
+def test_another_model_has_no_drafts(headed, checkpoint):
+    loaded = load(headed, mtp=True)
+    loaded.model.language_model["more"] = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="other parameters than mlx_lm"):
+        list(stream_drafted(loaded, [5, 6], 2))
+    done = called("generate", "--model", checkpoint, "--draft", "--prompt", "a")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "has no multi-token-prediction head" in done.stderr
 
 
 REFUSED = {
