@@ -370,11 +370,11 @@ def test_what_the_head_needs(headed, monkeypatch):
         mtp.add_head(model, headed)
 
 
-def test_the_command_line_trains_plans_and_continues(headed, data_folder, tmp_path):
-    command = ["--model", headed, "--data", data_folder, "--mtp", "--iters", 4, "--max-seq-length", 64]
-    planned = deltatune("plan", *command)
+def test_the_command_line_trains_and_plans(headed, checkpoint, data_folder, tmp_path):
+    command = ["--data", data_folder, "--mtp", "--iters", 4, "--max-seq-length", 64]
+    planned = deltatune("plan", "--model", checkpoint, *command, "--no-mtp")
     assert planned.returncode == 0, planned.stderr
-    done = deltatune("train", *command, "--adapter-path", tmp_path / "out", "--test")
+    done = deltatune("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["mtp"] is True

@@ -23,8 +23,8 @@ from .transformers_configs import completed, text_part, with_known_type
 from .vision.split import has_vision
 from .vocabulary import token_tables
 
-# mlx-vlm's names of the heads whose training was compared with torch.
-_KINDS = ("qwen3_5_mtp",)
+# The families of models whose heads were trained in tests.
+_FAMILIES = ("qwen3_5", "qwen3_5_moe")
 
 
 class _Stored(NamedTuple):
@@ -112,11 +112,11 @@ def _stored(path: Path) -> _Stored:
     splitter = get_mtp_splitter(source_config=config)
     headers = [header for header in weight_headers(path).values() if splitter is not None]
     holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
-    if splitter is None or splitter.output_model_type not in _KINDS or not holding:
+    if splitter is None or config["model_type"] not in _FAMILIES or not holding:
         raise UserError(
             f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
-            "tensors mtp.* of a Qwen3.5 or Qwen3-Next model were expected. Converted checkpoints often lack them: take "
-            "the original model, or leave mtp out."
+            "tensors mtp.* of a Qwen3.5 model were expected. Converted checkpoints often lack them: take the original "
+            "model, or leave mtp out."
         )
     of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
     return _Stored(splitter, config, of_mlx)
