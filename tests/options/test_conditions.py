@@ -302,7 +302,7 @@ def test_flags_of_other_commands_that_would_change_nothing_are_refused(run, word
 
 
 def test_conditions_of_other_commands_name_options():
-    of_eval = {"num_fewshot", "limit", "apply_chat_template", "include_path"}
+    of_eval = {"num_fewshot", "limit", "apply_chat_template", "include_path", "draft"}
     assert listed(TASKS) <= of_eval | fields_of(TrainConfig).keys()
     options = {field.name for kind in (GenerateOptions, ChatOptions) for field in dataclasses.fields(kind)}
     assert listed(ANSWERS) <= options

@@ -69,7 +69,7 @@ def _responses(loaded: Loaded, prompt: Sequence[int], max_tokens: int) -> Genera
         yield DraftedResponse(
             text=detokenizer.last_segment,
             token=token,
-            logprobs=logprobs,
+            logprobs=logprobs,  # type: ignore[arg-type]
             from_draft=False,
             prompt_tokens=len(prompt),
             prompt_tps=speed,
@@ -121,7 +121,7 @@ def _target(model: nn.Module, head: Any) -> Any:
     text = head.config.text_config
     family = "qwen3_5_moe" if getattr(text, "num_experts", 0) else "qwen3_5"
     target = importlib.import_module(f"mlx_vlm.models.{family}.language").LanguageModel(text)
-    ours = getattr(model, "language_model", model)
+    ours: Any = model.get("language_model", model)
     modules = dict(ours.named_modules())
     single = [path for path, module in target.named_modules() if path in modules and not module.children()]
     target.update_modules(tree_unflatten([(path, modules[path]) for path in single]))

@@ -109,7 +109,7 @@ def _stored(path: Path) -> _Stored:
         half = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
         text["rope_parameters"] = {"type": "default", **rope, "mrope_section": [half, 0, 0]}
     config = {**config, "text_config": text}
-    splitter = get_mtp_splitter(source_config=config)
+    splitter: Any = get_mtp_splitter(source_config=config)
     headers = [header for header in weight_headers(path).values() if splitter is not None]
     holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
     if splitter is None or config["model_type"] not in _FAMILIES or not holding:
