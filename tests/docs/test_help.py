@@ -318,6 +318,7 @@ ELSEWHERE = {
         ("--temperature", "--top-k"), "models/test_sampled_policy::test_the_policy_is_that_of_its_definition"
     ),
     "--teacher": "train/distillation/test_run::distilling",
+    "--lmbda": "train/distillation/test_student_answers::test_a_draw_decides_who_answers_an_update",
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",
     "--outtype": f"{GGUF}::test_types_that_the_converter_does_not_write_go_through_llama_quantize",

@@ -228,6 +228,8 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
         packed=config.packs_data,
         rank=world.rank if world else 0,
         world=world.size if world else 1,
+        # The positions of a prompt for rewards count its longest answer already.
+        answer=config.max_completion_length if config.loss == "distill" and config.lmbda else 0,
     )
 
 

@@ -40,6 +40,11 @@ class BatchOrder:
         packed: Whether a row holds several documents.
         rank: The number of this process, from 0.
         world: The number of processes.
+        answer: The largest number of tokens of an answer that may stand in the place of an example's own; 0 for none.
+
+    Attributes:
+        slots: The most documents, or preferences, of a row.
+        longest: The width of the longest document by itself, with the longest other answer.
 
     Raises:
         UserError: There are no examples, or `batch_size` is not a multiple of `world`.
@@ -56,6 +61,7 @@ class BatchOrder:
         packed: bool = False,
         rank: int = 0,
         world: int = 1,
+        answer: int = 0,
     ):
         if batch_size < 1 or batch_size % world:
             raise UserError(
@@ -76,7 +82,7 @@ class BatchOrder:
         self._rows: list[Row] = pack(positions, max_seq_length) if packed else [(i,) for i in range(len(examples))]
         if self._preferences:
             self._rows = [row[at : at + SLOTS] for row in self._rows for at in range(0, len(row), SLOTS)]
-        self._slots = max(map(len, self._rows))
+        self.slots = max(map(len, self._rows))
         needed = [sum(positions[number] for number in row) for row in self._rows]
         buckets = bucket_widths(max_seq_length)
         if max(needed) > buckets[-1]:
@@ -85,6 +91,13 @@ class BatchOrder:
                 f"{longest.source}: {longest.positions:,} positions, max_seq_length is {max_seq_length:,}."
             )
         self._widths = np.array([buckets[bisect_left(buckets, size)] for size in needed])
+        longest = max(document.positions for example in examples for document in example.documents)
+        if answer:
+            prompt = max(len(example.prompt.tokens) for example in examples)  # type: ignore[union-attr]
+            longest = min(prompt + answer - 1, max_seq_length)
+        self.longest = buckets[bisect_left(buckets, longest)]
+        # Documents with other answers fill packed rows otherwise.
+        self._other_widths = [max_seq_length if packed else self.longest] if answer else []
         self._digest: str | None = None
         self._epoch, self._step = 0, 0
         self._plan = self._epoch_plan(0)
@@ -101,7 +114,7 @@ class BatchOrder:
     @property
     def widths(self) -> list[int]:
         """The widths T that a batch can have, ascending."""
-        return sorted({int(width) for width in self._widths})
+        return sorted({*(int(width) for width in self._widths), *self._other_widths})
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -112,6 +125,20 @@ class BatchOrder:
     def next_examples(self) -> list[Example]:
         """Return this rank's documents of the next batch, in the place of the batch."""
         return self._documents(self._next_rows())
+
+    def batch_of(self, documents: Sequence[Example]) -> Batch:
+        """Build this rank's batch from other documents; the last ones are left out where packed rows lack room."""
+        rows, width = self._batch_size // self._world, self._max_seq_length
+        shared: list[Row] = [(at,) for at in range(len(documents))]
+        if self._packed:
+            shared = pack([document.positions for document in documents], width)
+            while len(shared) > rows:
+                documents = documents[:-1]
+                shared = pack([document.positions for document in documents], width)
+        filled = [[documents[at] for at in row] for row in shared]
+        needed = max((sum(document.positions for document in row) for row in filled), default=1)
+        buckets = bucket_widths(width)
+        return self._collated([*filled, *[[]] * (rows - len(filled))], buckets[bisect_left(buckets, needed)])
 
     def _documents(self, rows: list[int]) -> list[Example]:
         """Return this rank's documents of the rows of a batch."""
@@ -204,7 +231,7 @@ class BatchOrder:
         if not self._preferences:
             rows_of_one = [[self._examples[number] for number in row] for row in share]
             return self._collated(rows_of_one, width)  # type: ignore[arg-type]
-        documents, preferences = lay_out(share, self._preferences, self._slots, width, packed=self._packed)
+        documents, preferences = lay_out(share, self._preferences, self.slots, width, packed=self._packed)
         return replace(self._collated(documents, width), preferences=preferences)
 
     def _collated(self, rows: Sequence[Sequence[Example]], width: int) -> Batch:
@@ -216,6 +243,8 @@ class PeekableOrder:
 
     state() is then still the one before it.
     """
+
+    figures: tuple[str, ...] = ()
 
     def __init__(self, order: Any):
         self._order = order
@@ -237,6 +266,10 @@ class PeekableOrder:
         if isinstance(peeked, Exception):
             raise peeked
         return next(self._order) if peeked is None else peeked
+
+    def samples(self) -> list[dict[str, str]]:
+        """Return the answers that were sampled: none."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data before the batch that comes next."""

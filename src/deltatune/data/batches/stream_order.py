@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from ...errors import UserError
@@ -82,14 +81,12 @@ class StreamedSplits(Splits):
 
 @dataclass
 class _Part:
-    """A window, its number from 0, the pass over the data that it belongs to, and its batches."""
+    """A window, its number from 0, the pass over the data that it belongs to, and its batches from `step` on."""
 
     window: Window
     number: int
     epoch: int
     order: BatchOrder
-    batches: Iterator[Batch]
-    length: int
     # The number of batches that were taken.
     step: int
 
@@ -127,15 +124,36 @@ class StreamOrder:
         """The widths T that a batch can have, ascending; which of them will come is not known."""
         return bucket_widths(self._max_seq_length)
 
+    @property
+    def longest(self) -> int:
+        """The width of the longest document by itself, as far as it is known."""
+        return self._max_seq_length
+
+    @property
+    def slots(self) -> int:
+        """The most documents of a row in the present window."""
+        return self._part.order.slots
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._part.step >= self._part.length:
+        return next(self._advanced())
+
+    def next_examples(self) -> list[Example]:
+        """Return this rank's documents of the next batch, in the place of the batch."""
+        return self._advanced().next_examples()
+
+    def batch_of(self, documents: Sequence[Example]) -> Batch:
+        """Build this rank's batch from other documents, as BatchOrder does."""
+        return self._part.order.batch_of(documents)
+
+    def _advanced(self) -> BatchOrder:
+        """Return the order of the window that holds the next batch, which is counted."""
+        if self._part.step >= self._part.order.batches_per_epoch:
             self._part = self._next_part()
-        batch = next(self._part.batches)
         self._part.step += 1
-        return batch
+        return self._part.order
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data, as JSON values from which `restore` continues with the same batches."""
@@ -177,5 +195,5 @@ class StreamOrder:
 
     def _begin(self, window: Window, number: int, epoch: int, step: int = 0) -> _Part:
         order = self._order(window.examples)
-        batches = islice(order.epoch(number), step, None)
-        return _Part(window, number, epoch, order, batches, order.batches_per_epoch, step)
+        order.restore({**order.state(), "epoch": number, "step": step})
+        return _Part(window, number, epoch, order, step)

@@ -348,15 +348,19 @@ def _samples(records: Sequence[Record]) -> list[tuple[int, list[Record]]]:
 
 
 def rewarded_tables(records: Sequence[Record]) -> list[ReportTable]:
-    """Return a table of the last answers that training has sampled, with their rewards, where the records have any."""
-    rows = [
-        (at, sample[REWARD], sample["prompt"], sample["answer"])
+    """Return a table of the last answers that training has sampled, where the records have any, with their rewards."""
+    rows: list[tuple[Any, ...]] = [
+        (at, sample["prompt"], sample["answer"], sample[REWARD])
         for at, samples in _samples(records)
         for sample in samples
         if REWARD in sample
     ]
-    columns = ("iteration", REWARD, "prompt", "answer")
-    note = "The best, the middle and the worst answer before each report; metrics.jsonl has all of them."
+    columns = ("iteration", "prompt", "answer", REWARD)
+    note = "Some answers before each report; metrics.jsonl has all of them."
+    if any(reward for *_, reward in rows):
+        note = "The best, the middle and the worst answer before each report; metrics.jsonl has all of them."
+    else:
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
     return [ReportTable("Sampled answers", columns, rows[-_REWARDED:], note, folded=True, shown=True)] if rows else []
 
 

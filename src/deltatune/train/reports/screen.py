@@ -123,7 +123,7 @@ class Screen:
         for sample in record[SAMPLES][:_SAMPLES]:
             right = is_right(sample)
             style = {True: "green", False: "red", None: ""}[right]
-            if REWARD in sample:
+            if sample.get(REWARD):
                 table.add_row("reward", Text(sample[REWARD], style="bold"))
             # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
             table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))
@@ -275,7 +275,7 @@ def sample_lines(record: Record) -> str:
     for number, sample in enumerate(samples[:_SAMPLES], 1):
         right = is_right(sample)
         judged = " (right)" if right else ""
-        if REWARD in sample:
+        if sample.get(REWARD):
             judged = f" (reward {sample[REWARD]})"
         if right is False:
             judged = f" (expected {_beginning(sample['expected'])})"

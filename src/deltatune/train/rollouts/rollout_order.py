@@ -336,10 +336,8 @@ class RolloutOrder:
 
     def _document(self, rollouts: Rollouts, number: int) -> Example:
         """Return an answer behind its prompt."""
-        prompt = self._prompt(rollouts, number)
         answer = rollouts.answers.tokens[number, : rollouts.answers.lengths[number]]
-        tokens = np.concatenate([prompt.tokens, answer])
-        return Example(tokens, np.arange(len(tokens)) >= len(prompt.tokens), prompt.source)
+        return self._prompt(rollouts, number).answered(answer)
 
 
 def _places(rows: Sequence[Sequence[int]], documents: Sequence[Example]) -> list[tuple[int, slice]]:
