@@ -118,7 +118,7 @@ def test_answers_share_rows_and_stay_within_a_batch(distilling, splits, run_with
         assert batch.inputs.shape[1] <= 128
         asked = [example.source for example in plain.next_examples()]
         answered = [source for _, _, source in answers(batch)]
-        assert 4 < len(answered) < len(asked)
+        assert len(answered) == min(8, len(asked))
         assert sorted(answered) == sorted(asked[: len(answered)])
 
 
