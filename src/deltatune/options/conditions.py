@@ -41,7 +41,10 @@ TRAINING: Conditions = {
     "beta": ("with another loss than sft, such as loss: dpo", lambda c, f: c.loss != "sft"),
     "teacher lmbda": ("with loss: distill", lambda c, f: c.loss == "distill"),
     "temperature": ("with loss: grpo or distill", lambda c, f: c.loss in ("grpo", "distill")),
-    "memory": ("without loss: distill", lambda c, f: c.loss != "distill"),
+    "memory": (
+        "without loss: distill or grpo, since each sampled token would read the layers on the disk; take a model in 4 "
+        "bits or less, a smaller batch_size or num_generations",
+        lambda c, f: c.loss not in ("distill", "grpo")),
     "max_completion_length top_p top_k min_p": (
         "with loss: grpo, or loss: distill and lmbda above 0", lambda c, f: c.samples_answers),
     "num_generations epsilon epsilon_high num_iterations mask_truncated_completions sampler_correction": (
@@ -49,7 +52,7 @@ TRAINING: Conditions = {
     "scale_rewards": (
         "with loss: grpo, and not with loss_variant: rloo",
         lambda c, f: c.loss == "grpo" and c.loss_variant != "rloo"),
-    "memory mask_prompt chat_turns": (
+    "mask_prompt chat_turns": (
         "without loss: grpo, which samples its answers and measures them by their rewards",
         lambda c, f: c.loss != "grpo"),
     "gamma": ("with loss: simpo", lambda c, f: c.loss == "simpo"),

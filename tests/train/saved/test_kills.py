@@ -33,8 +33,10 @@ KINDS = {
         "temperature": 0.8,
         "reward_funcs": ["regex:[a-m]$", "length:4"],
     },
+    "student's answers": {"loss": "distill", "lmbda": 0.5, "max_completion_length": 12, "grad_accumulation_steps": 2},
     "images": {"parts": "language,vision,projector"},
 }
+WEEKLY = ("experts", "student's answers", "images")
 # Where a kill may come: after a number of iterations, halfway through a state file, or right after a file operation.
 # Every save flushes or moves six files and more.
 POINTS = {"iteration": 6, "write": 3, "replace": 14, "fsync": 14}
@@ -70,6 +72,9 @@ def of_kind(options, request, tmp_path):
         if kind == "experts":
             make_checkpoint = request.getfixturevalue("tiny_checkpoint")
             values["model"] = str(make_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2))
+        if kind == "student's answers":
+            make_checkpoint = request.getfixturevalue("tiny_checkpoint")
+            values["teacher"] = str(make_checkpoint("qwen3_5", seed=5))
         if kind == "images":
             pytest.importorskip("mlx_vlm")
             values["model"] = str(request.getfixturevalue("tiny_vision_checkpoint")("qwen3_5"))
@@ -80,9 +85,7 @@ def of_kind(options, request, tmp_path):
 
 
 # A state has the same files whatever the model is, and a stopped run on images goes on to the same bits too.
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.weekly] * (kind in ("experts", "images"))) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.weekly] * (kind in WEEKLY)) for kind in KINDS])
 def test_killed_at_random_points_the_run_ends_with_the_same_bits(of_kind, kind, tmp_path, request):
     wanted = request.config.getoption("--kills") or 1
     values, file = of_kind(kind), tmp_path / "run.yaml"
