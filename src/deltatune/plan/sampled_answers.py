@@ -16,9 +16,10 @@ from ..patches import patched
 from ..train.evaluation.evaluate import inferring
 from .forecast import Forecast, Moment
 
-# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies for attention
-# where no kernel serves it.
-_CACHES = 4
+# The memory of decoding, in states of all rows: those before a step, the new ones, and copies where no kernel serves.
+_STATES = 4
+# The same in keys and values of all rows: a step writes into them; while prompts are read, a copy stands beside them.
+_KEYS = 2
 # How many arrays of fp32 logits are alive while a token is sampled: those of the model and of the policy, their
 # exponentials, and two more where they are sorted for top_p.
 _LOGITS = 6
@@ -46,7 +47,7 @@ def with_sampling(
     with without_kernels(), patched(), inferring(model):
         caches = cache_bytes(model)
         logits = list(begun(model, 2))[-1][-1]
-    of_row = _CACHES * (caches.fixed + caches.token * (length + 2)) + _LOGITS * 4 * logits.shape[-1]
+    of_row = _STATES * caches.fixed + _KEYS * caches.token * (length + 2) + _LOGITS * 4 * logits.shape[-1]
     amount = forecast.sizes["parameters"] + forecast.sizes["moments"] + rows * of_row
     if amount <= forecast.bytes.amount:
         return forecast

@@ -7,6 +7,7 @@ import pytest
 
 from console import called, deltatune
 from deltatune.data import BatchOrder
+from deltatune.data.example import Example
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.ending.interrupt import StoppedError
@@ -132,8 +133,22 @@ def test_a_batch_of_other_documents_has_the_shapes_of_the_data(splits):
     assert 4 < len(fitting) < len(documents)
     assert order.batch_of(documents[:1]).weights.sum() == 12
     assert order.batch_of([]).weights.sum() == 0
-    assert order.widths[-1] == 64
+    assert batch.inputs.shape[0] == 4
     assert order.longest == BatchOrder(documents, 4, 64).widths[-1]
+    # A row of one example has room for two with other answers.
+    assert BatchOrder(splits.train[:1], 4, 128, packed=True, answer=12).widths == [64, 128]
+
+
+def test_the_prompt_of_a_row_is_all_before_its_last_answer():
+    def row(marks):
+        return Example(np.arange(len(marks), dtype=np.int32), np.array(marks, bool), "row")
+
+    prompt = row([0, 0, 1, 1, 0, 0, 1, 1]).prompt
+    assert prompt.tokens.tolist() == [0, 1, 2, 3, 4, 5]
+    assert not prompt.targets.any()
+    assert row([0, 1, 1, 1]).prompt.tokens.tolist() == [0]
+    answered = prompt.answered(np.array([9], np.int32))
+    assert (answered.tokens.tolist(), answered.targets.tolist()) == ([0, 1, 2, 3, 4, 5, 9], [False] * 6 + [True])
 
 
 @pytest.mark.bad_input("answers of a student that cannot be sampled")
