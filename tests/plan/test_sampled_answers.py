@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from deltatune.data import BatchOrder
+from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
 from deltatune.lora import convert_to_lora
 from deltatune.models.batch_decoder import BatchDecoder
@@ -60,7 +60,7 @@ def test_distillation_plans_the_answers_of_its_share(tiny_model):
     # Of packed rows, each document is answered, and none is longer than the longest prompt with its answer.
     packed = replace(config, pack=True, grad_accumulation_steps=32)
     row = Example(np.ones(33, np.int32), np.arange(33) >= 22, "row")
-    order = BatchOrder([row] * 8, 1, LENGTH, packed=True, answer=64)
+    order = AnsweredOrder([row] * 8, 1, LENGTH, packed=True, answer=64)
     of_packed = with_sampling(step, model, packed, order)
     assert (order.slots, order.longest) == (8, 96)
     assert of_packed.bytes.where.startswith("sampling 128 answers")

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from deltatune.data import Batch
-from deltatune.data.batches.order import BatchOrder
+from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import recording, seeded
@@ -101,7 +101,7 @@ def sampled_order(rows: seeded.Rows) -> StudentOrder:
     data = [document.prompt.answered(document.tokens[document.targets][::-1]) for document in documents]
     longest = rows.tokens.shape[1]
     options = TrainConfig(loss="distill", teacher="teacher", lmbda=1.0, max_seq_length=longest)
-    order = BatchOrder(data, len(data), longest, answer=longest)
+    order = AnsweredOrder(data, len(data), longest, answer=longest)
     return StudentOrder(order, _Sampler(documents), options, World())  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from console import called, deltatune
 from deltatune.data import BatchOrder
+from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
@@ -124,7 +125,7 @@ def test_answers_share_rows_and_stay_within_a_batch(distilling, splits, run_with
 
 
 def test_a_batch_of_other_documents_has_the_shapes_of_the_data(splits):
-    order = BatchOrder(splits.train, 4, 64, packed=True, answer=12)
+    order = AnsweredOrder(splits.train, 4, 64, packed=True, answer=12)
     documents = [example.prompt.answered(np.arange(1, 13, dtype=np.int32)) for example in splits.train]
     batch = order.batch_of(documents)
     # As many as fit, in their order.
@@ -136,7 +137,7 @@ def test_a_batch_of_other_documents_has_the_shapes_of_the_data(splits):
     assert batch.inputs.shape[0] == 4
     assert order.longest == BatchOrder(documents, 4, 64).widths[-1]
     # A row of one example has room for two with other answers.
-    assert BatchOrder(splits.train[:1], 4, 128, packed=True, answer=12).widths == [64, 128]
+    assert AnsweredOrder(splits.train[:1], 4, 128, packed=True, answer=12).widths == [64, 128]
 
 
 def test_the_prompt_of_a_row_is_all_before_its_last_answer():

@@ -40,11 +40,9 @@ class BatchOrder:
         packed: Whether a row holds several documents.
         rank: The number of this process, from 0.
         world: The number of processes.
-        answer: The largest number of tokens of an answer that may stand in the place of an example's own; 0 for none.
 
     Attributes:
         slots: The most documents, or preferences, of a row.
-        longest: The width of the longest document by itself, with the longest other answer.
 
     Raises:
         UserError: There are no examples, or `batch_size` is not a multiple of `world`.
@@ -61,7 +59,6 @@ class BatchOrder:
         packed: bool = False,
         rank: int = 0,
         world: int = 1,
-        answer: int = 0,
     ):
         if batch_size < 1 or batch_size % world:
             raise UserError(
@@ -91,13 +88,6 @@ class BatchOrder:
                 f"{longest.source}: {longest.positions:,} positions, max_seq_length is {max_seq_length:,}."
             )
         self._widths = np.array([buckets[bisect_left(buckets, size)] for size in needed])
-        longest = max(document.positions for example in examples for document in example.documents)
-        if answer:
-            prompt = max(len(example.prompt.tokens) for example in examples)  # type: ignore[union-attr]
-            longest = min(prompt + answer - 1, max_seq_length)
-        self.longest = buckets[bisect_left(buckets, longest)]
-        # Documents with other answers fill packed rows otherwise.
-        self._other_widths = [max_seq_length if packed else self.longest] if answer else []
         self._digest: str | None = None
         self._epoch, self._step = 0, 0
         self._plan = self._epoch_plan(0)
@@ -114,7 +104,12 @@ class BatchOrder:
     @property
     def widths(self) -> list[int]:
         """The widths T that a batch can have, ascending."""
-        return sorted({*(int(width) for width in self._widths), *self._other_widths})
+        return sorted({int(width) for width in self._widths})
+
+    @property
+    def longest(self) -> int:
+        """The width of the longest document by itself."""
+        return self.widths[-1]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -125,20 +120,6 @@ class BatchOrder:
     def next_examples(self) -> list[Example]:
         """Return this rank's documents of the next batch, in the place of the batch."""
         return self._documents(self._next_rows())
-
-    def batch_of(self, documents: Sequence[Example]) -> Batch:
-        """Build this rank's batch from other documents; the last ones are left out where packed rows lack room."""
-        rows, width = self._batch_size // self._world, self._max_seq_length
-        shared: list[Row] = [(at,) for at in range(len(documents))]
-        if self._packed:
-            shared = pack([document.positions for document in documents], width)
-            while len(shared) > rows:
-                documents = documents[:-1]
-                shared = pack([document.positions for document in documents], width)
-        filled = [[documents[at] for at in row] for row in shared]
-        needed = max((sum(document.positions for document in row) for row in filled), default=1)
-        buckets = bucket_widths(width)
-        return self._collated([*filled, *[[]] * (rows - len(filled))], buckets[bisect_left(buckets, needed)])
 
     def _documents(self, rows: list[int]) -> list[Example]:
         """Return this rank's documents of the rows of a batch."""
@@ -236,6 +217,47 @@ class BatchOrder:
 
     def _collated(self, rows: Sequence[Sequence[Example]], width: int) -> Batch:
         return collate(rows, width, packed=self._packed, vision=self._vision)
+
+
+class AnsweredOrder(BatchOrder):
+    """A BatchOrder in which other answers may stand in the place of those of the examples.
+
+    Args:
+        of_order, options: The arguments of BatchOrder.
+        answer: The largest number of tokens of another answer.
+    """
+
+    def __init__(self, *of_order: Any, answer: int, **options: Any):
+        super().__init__(*of_order, **options)
+        documents = (document for example in self._examples for document in example.documents)
+        prompt = max(len(document.prompt.tokens) for document in documents)
+        self._longest = self._bucket(min(prompt + answer - 1, self._max_seq_length))
+
+    @property
+    def widths(self) -> list[int]:
+        # Documents with other answers fill packed rows otherwise.
+        return sorted({*super().widths, self._max_seq_length if self._packed else self._longest})
+
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+    def _bucket(self, positions: int) -> int:
+        buckets = bucket_widths(self._max_seq_length)
+        return buckets[bisect_left(buckets, positions)]
+
+    def batch_of(self, documents: Sequence[Example]) -> Batch:
+        """Build this rank's batch from other documents; the last ones are left out where packed rows lack room."""
+        rows, width = self._batch_size // self._world, self._max_seq_length
+        shared: list[Row] = [(at,) for at in range(len(documents))]
+        if self._packed:
+            shared = pack([document.positions for document in documents], width)
+            while len(shared) > rows:
+                documents = documents[:-1]
+                shared = pack([document.positions for document in documents], width)
+        filled = [[documents[at] for at in row] for row in shared]
+        needed = max((sum(document.positions for document in row) for row in filled), default=1)
+        return self._collated([*filled, *[[]] * (rows - len(filled))], self._bucket(needed))
 
 
 class PeekableOrder:

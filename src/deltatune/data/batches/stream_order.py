@@ -14,7 +14,7 @@ from ...errors import UserError
 from ..example import Example, Splits
 from ..rows.sources import JsonLines, Place, StreamedDataset
 from .batch import Batch, bucket_widths
-from .order import BatchOrder
+from .order import AnsweredOrder, BatchOrder
 
 Encode = Callable[[list[tuple[str, object]], str], list[Example]]
 
@@ -145,7 +145,8 @@ class StreamOrder:
         return self._advanced().next_examples()
 
     def batch_of(self, documents: Sequence[Example]) -> Batch:
-        """Build this rank's batch from other documents, as BatchOrder does."""
+        """Build this rank's batch from other documents, as AnsweredOrder does."""
+        assert isinstance(self._part.order, AnsweredOrder)
         return self._part.order.batch_of(documents)
 
     def _advanced(self) -> BatchOrder:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ...data.batches.batch import Batch
-from ...data.batches.order import BatchOrder
+from ...data.batches.order import AnsweredOrder, BatchOrder
 from ...data.batches.stream_order import StreamOrder
 from ...data.example import Example
 from ...lora.convert import without_adapters
@@ -85,6 +85,7 @@ def sampled_order(
 
     sampler = _sampler(loaded, config, data, between, world)
     if rewards is None:
+        assert isinstance(data, AnsweredOrder | StreamOrder)
         return StudentOrder(data, sampler, config, world)
     assert token_losses is not None
     assert isinstance(data, BatchOrder)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...data.batches.batch import Batch, RolloutBatch
-from ...data.batches.order import BatchOrder
+from ...data.batches.order import AnsweredOrder
 from ...data.batches.stream_order import StreamOrder
 from ...data.example import Example
 from ...options.config import TrainConfig
@@ -45,7 +45,7 @@ class StudentOrder:
 
     figures = (SHARE, *ANSWERS)
 
-    def __init__(self, data: BatchOrder | StreamOrder, sampler: AnswerSampler, config: TrainConfig, world: World):
+    def __init__(self, data: AnsweredOrder | StreamOrder, sampler: AnswerSampler, config: TrainConfig, world: World):
         self._data = data
         self._sampler = sampler
         self._config = config
