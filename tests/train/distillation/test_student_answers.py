@@ -180,5 +180,3 @@ def test_the_console_script_shows_sampled_answers(checkpoint, data_folder, tmp_p
     records = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     # The model is its own teacher.
     assert all(abs(record["train_loss"]) < 1e-3 for record in records if "train_loss" in record)
-    planned = deltatune("plan", *command[1:], *sizes, cwd=tmp_path)
-    assert planned.returncode == 0, planned.stderr

@@ -17,6 +17,7 @@ from ...lora.convert import without_adapters
 from ...machine.numpy_arrays import as_numpy
 from ...models.load import Loaded
 from ...options.config import TrainConfig
+from ...patches import patched
 from ...rewards import Rewards
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
@@ -126,7 +127,8 @@ def say_reward(
     order = batch_order(prompts, config, world)
     sampler = RewardedSampler(_sampler(loaded, config, order, lambda: None, world), rewards, lambda: None)
     evaluation = RewardEvaluation(sampler, config, world)
-    loss = evaluation(order, config.test_batches)
+    with patched():
+        loss = evaluation(order, config.test_batches)
     assert loss is not None
     screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
     return -loss
