@@ -298,13 +298,13 @@ def rewarded_tables(records: Sequence[Record]) -> list[ReportTable]:
         for sample in samples
         if REWARD in sample
     ]
-    columns = ("iteration", "prompt", "answer", REWARD)
-    note = "Some answers before each report; metrics.jsonl has all of them."
-    if any(reward for *_, reward in rows):
-        note = "The best, the middle and the worst answer before each report; metrics.jsonl has all of them."
-    else:
-        rows, columns = [row[:-1] for row in rows], columns[:-1]
-    return [ReportTable("Sampled answers", columns, rows[-_REWARDED:], note, folded=True, shown=True)] if rows else []
+    columns: tuple[str, ...] = ("iteration", "prompt", "answer", REWARD)
+    those = "The best, the middle and the worst answer"
+    if not any(reward for *_, reward in rows):
+        columns, those = columns[:-1], "Some answers"
+    rows = [row[: len(columns)] for row in rows[-_REWARDED:]]
+    note = f"{those} before each report; metrics.jsonl has all of them."
+    return [ReportTable("Sampled answers", columns, rows, note, folded=True, shown=True)] if rows else []
 
 
 def options_yaml(config: TrainConfig) -> str:

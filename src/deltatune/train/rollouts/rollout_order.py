@@ -67,7 +67,7 @@ class Rollouts:
     @classmethod
     def saved(cls, arrays: Mapping[str, mx.array], batches: Sequence[Sequence[PromptExample]]) -> Rollouts:
         """Return the rollouts that arrays() saved, with the prompts of each batch."""
-        named = {name: as_numpy(array) for name, array in arrays.items()}
+        named: dict[str, Any] = {name: as_numpy(array) for name, array in arrays.items()}
         named["ended"] = named["ended"].astype(bool)
         answers = SampledAnswers(**{field.name: named.pop(field.name) for field in fields(SampledAnswers)})
         return cls(int(named.pop("number")[0]), *_joined(batches), answers, **named)
