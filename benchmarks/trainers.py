@@ -125,9 +125,10 @@ def lazy_model(described: dict[str, Any], bits: int, dtype: str = "bfloat16") ->
 
     from deltatune.models.load import new_model
 
+    nested = {"text_config": described} if described["model_type"].startswith("qwen3_5") else {}
     # new_model evaluates all weights at once, in fp32.
     with patch.object(mx, "eval", lambda *_: None):
-        model: Any = new_model({"text_config": described, **described})
+        model: Any = new_model(nested | described)
     keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
     kind = getattr(mx, dtype)
     model.update(tree_map_with_path(lambda path, x: x.astype(kind) if keeps(path) else x, model.parameters()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .device_limits import DeviceLimits
 from .forecast import Forecast
@@ -76,7 +77,11 @@ def largest(
         good, bad = _bounds(known, limits, most)
         low, high = good // step * step + step, min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
-        wanted = _guess(points, limits, good, high) // step * step
+        wanted = _guess(points, limits, good, high)
+        if bad <= most and wanted >= high:
+            # The curve meets the limit beyond a value that does not fit.
+            wanted = (good + bad) // 2
+        wanted = wanted // step * step
         near = foreseen and good and wanted < most and (wanted - good) * 50 <= good
         if low > high or near or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break
@@ -110,11 +115,12 @@ def _foreseen(points: Mapping[float, Forecast], value: int, plan: Forecast) -> b
 
 
 def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> int:
-    """The largest value in [low, high] at which the curve through the last three points is within the limit."""
+    """The largest value in [low, high] at which the curve through the points nearest to the limit is within it."""
     if len(points) < 2:
         return high
-    # The three points nearest to the limit predict best where it is met.
     nearest = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
+    if _bends_down(sorted(nearest)):
+        nearest = nearest[:2]
     first, last = low, high
     if _curve(nearest, high) <= limit:
         return high
@@ -125,6 +131,12 @@ def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> 
         else:
             last = middle - 1
     return first
+
+
+def _bends_down(points: list[tuple[float, int]]) -> bool:
+    """Whether the parabola through three points falls somewhere behind them, as memory does not."""
+    slopes = [(y - x) / (after - before) for (before, x), (after, y) in pairwise(points)]
+    return slopes != sorted(slopes)
 
 
 def _curve(points: list[tuple[float, int]], at: int) -> float:
