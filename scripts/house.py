@@ -36,7 +36,7 @@ BUDGETS = {
     "doctor": Budget(1_170, 1_300),
     "export": Budget(1_720, 1_600),
     "plan": Budget(4_275, 3_300),
-    "train": Budget(10_790, 8_000),
+    "train": Budget(10_875, 8_000),
     "rewards": Budget(700, 600),
     "data": Budget(6_825, 5_300),
     "models": Budget(5_125, 3_600),
