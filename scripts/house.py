@@ -28,26 +28,26 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "commands": Budget(1_580, 1_400),
-    "answering": Budget(600, 1_000),
+    "commands": Budget(1_570, 1_400),
+    "answering": Budget(595, 1_000),
     "selftest": Budget(2_435, 2_200),
-    "demo": Budget(810, 700),
+    "demo": Budget(805, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_170, 1_300),
-    "export": Budget(1_735, 1_600),
-    "plan": Budget(4_425, 3_300),
-    "train": Budget(10_970, 8_000),
+    "export": Budget(1_720, 1_600),
+    "plan": Budget(4_275, 3_300),
+    "train": Budget(10_790, 8_000),
     "rewards": Budget(700, 600),
-    "data": Budget(6_840, 5_300),
-    "models": Budget(5_405, 3_600),
+    "data": Budget(6_825, 5_300),
+    "models": Budget(5_125, 3_600),
     "patches": Budget(4_310, 3_400),
-    "lora": Budget(2_525, 2_300),
+    "lora": Budget(2_500, 2_300),
     "ops": Budget(15_660, 12_000),
     "machine": Budget(2_040, 2_500),
-    "options": Budget(1_375, 1_050),
-    "root": Budget(960, 450),
+    "options": Budget(1_350, 1_050),
+    "root": Budget(935, 450),
     "kernels": Budget(11_990, 10_800),
-    "tests": Budget(57_995, 46_000),
+    "tests": Budget(57_350, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1

@@ -38,7 +38,7 @@ from ..train.setup import Run
 
 
 class PlannedWeights(Protocol):
-    """The places of a model's weights within a bound of memory, as a plan chooses them (plan.placement.Placed)."""
+    """The places of a model's weights within a bound of memory, as a plan chooses them (plan.placement.Placement)."""
 
     def said(self, unit: str) -> list[Fact | str]:
         """Return the lines on it, where every `unit` reads all layers once."""

@@ -145,12 +145,18 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
             exported.add_linear(path, place, adapter)
     for target, matrices in experts.items():
         # PEFT wraps an adapted down_proj around it.
-        nested = target.endswith(".gate_up_proj") and target.replace(".gate_up_proj", ".down_proj") in experts
+        module, _, parameter = target.rpartition(".")
+        nested = parameter != "down_proj" and f"{module}.down_proj" in experts
         exported.add_experts(target, matrices, nested)
     tensors, exported.new_rows, notes = to_peft_rows(model, names, _ROOT)
     exported.tensors |= tensors
     exported.notes += notes
     first = next(iter(adapters(model).values()))
+    if refused := names.refused(exported.modules):
+        exported.notes.append(
+            f"PEFT refuses this adapter, since Mamba's kernels read {refused[0]} without its module; other readers of "
+            'the format may take it. For PEFT, train with lora_parameters exclude ["*.out_proj"], or merge the adapter.'
+        )
     finished = exported.finish(first, base_model)
     _name_class(finished, config)
     return finished
