@@ -230,7 +230,7 @@ def test_the_plan_holds_the_head(headed):
 
 
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
-    values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "save_every": 4}
+    values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "val_batches": 0}
     values |= {"lora_parameters": {"rank": 2, "scale": 10.0}, "lr_schedule": "constant", "learning_rate": 0.05}
     done = launch(values | {"adapter_path": str(tmp_path / "two")})
     assert done.returncode == 0, done.stderr
