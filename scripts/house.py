@@ -30,7 +30,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "commands": Budget(1_570, 1_400),
     "answering": Budget(595, 1_000),
-    "selftest": Budget(2_435, 2_200),
+    "selftest": Budget(2_325, 2_200),
     "demo": Budget(810, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_170, 1_300),
