@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
+from deltatune.models.vision.inputs import ImageShapes
 from deltatune.ops import cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
 from deltatune.ops.experts import block
@@ -52,6 +53,22 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.015)
     assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
     assert (planned.counts, planned.sizes) == (whole.counts, whole.sizes)
+
+
+@pytest.mark.parametrize(("family", "recomputed"), [("qwen3_5", True), ("qwen3_vl", False), ("qwen3_vl", True)])
+def test_a_step_with_images_is_computed_from_a_few(tiny_vision_model, family, recomputed):
+    """Qwen3-VL's images enter its first layers, too; the tower alone needs the most where layers are recomputed."""
+    model, config = tiny_vision_model(family, num_hidden_layers=LAYERS), TrainConfig(grad_checkpoint=recomputed)
+    prepare(model, config)
+    few, layout = few_layers(model, EVERY if recomputed else Checkpoints()), ArrayLayout.measured()
+    assert len(few.chosen) <= 8
+    shape = BatchShape(1, 192, ImageShapes(3, 640))
+    whole, planned = (
+        forecast_step(model, config, shape, layout, layers) for layers in (few.every._replace(shortened=False), few)
+    )
+    assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.01)
+    assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
+    assert planned.bytes.where == whole.bytes.where
 
 
 LONG = {

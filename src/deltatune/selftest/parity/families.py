@@ -189,6 +189,61 @@ FAMILIES: dict[str, Family] = {
             "position_embedding_type": "rope",
         },
     ),
+    # Each layer has Mamba-2 beside attention. mlx-lm folds the multipliers of embedding and head into their matrices.
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            **COMMON,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_chunk_size": 32,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 1.5,
+        },
+    ),
+    "mamba2": Family(
+        "mamba2",
+        {
+            **_BASE,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 24,
+            "state_size": 24,
+            # With more, mlx-lm's norm is not that of transformers (models/known_faults.py).
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+    ),
+    # Lightning attention in two layers; transformers has no model of it, tests/oracle/parity has one in torch.
+    "bailing_moe_linear": Family(
+        "bailing_moe_linear",
+        {
+            **COMMON,
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            "num_hidden_layers": 3,
+            "layer_group_size": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "group_norm_size": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 28,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        draw=5,
+    ),
     "qwen3": Family("qwen3", {**COMMON, **ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False}),
     # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16, which is exact for 64.
     "gemma3": Family(
