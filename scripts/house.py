@@ -35,7 +35,7 @@ BUDGETS = {
     "recipes": Budget(70, 200),
     "doctor": Budget(1_175, 1_300),
     "export": Budget(1_780, 1_600),
-    "plan": Budget(4_295, 3_300),
+    "plan": Budget(4_275, 3_300),
     "train": Budget(10_875, 8_000),
     "rewards": Budget(700, 600),
     "data": Budget(6_825, 5_300),

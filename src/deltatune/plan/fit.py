@@ -26,12 +26,11 @@ from ..train.setup import Run, load_model, prepare, ready
 from ..train.tree import leaves
 from . import screen
 from .advice import advice
-from .array_layout import ArrayLayout
+from .array_layout import ArrayLayout, LayoutError
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import Brake, DeviceLimits, device_limits
 from .forecast import Forecast, Moment, Steps
 from .layers_on_disk import left_on_disk
-from .process_memory import LayoutError
 from .sampled_answers import with_sampling
 from .search import Largest, RunForecast, fits, largest
 from .traced_layers import InputsPlace
