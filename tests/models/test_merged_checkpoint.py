@@ -16,6 +16,7 @@ from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
+from deltatune.selftest.parity.ours import write_save
 from families import FAMILIES
 from last_place import assert_same
 from saved_adapters import adapted as adapt
@@ -260,10 +261,7 @@ SANITIZED = {
 def test_a_model_that_sanitize_changes(family, kind, tmp_path):
     case, reference = CASES[family], recording.read(family)
     config, weights = reference.config | SANITIZED[family], reference.weights(case)
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(base / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
+    base = write_save(tmp_path / "base", config, weights)
     adapted = adapt(base, tmp_path / "adapter", kind)(TOKENS)
     merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
     merged, _ = load_model(tmp_path / "merged")
