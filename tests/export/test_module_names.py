@@ -6,6 +6,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.export.module_names import AdaptedPlace, TransformersNames, check_layout, short
+from deltatune.models.transformers_configs import with_known_type
 from deltatune.selftest.parity import recording, vision
 from deltatune.selftest.parity.cases import CASES
 
@@ -17,8 +18,7 @@ def recorded(name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_linear_of_a_text_family(name):
     content, family = recorded(name), CASES[name].family
-    config, _ = family.readable(content["config"], {})
-    names = TransformersNames(config)
+    names = TransformersNames(with_known_type(content["config"]))
     assert len(content["targets"]) >= 4
     for target in content["targets"]:
         place = names.place(family.mlx_path(target))

@@ -17,6 +17,7 @@ from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import read_config
+from ..lora.select import MTP
 from ..lora.tensor_files import write_tensors
 from ..models.adapted_base import load_base
 from ..models.checkpoint_writer import unwritten_ends
@@ -80,9 +81,20 @@ def write_peft(
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
     model = load_base(path, adapter_path)
     load_adapters(model, adapter_path)
+    head = model.pop(MTP, None)
+    if not adapters(model):
+        raise UserError(
+            f"{adapter_path}: it updates the multi-token-prediction head alone, for which transformers has no class; "
+            "export it with --to merged."
+        )
     if one_alpha:
         _give_one_alpha(list(adapters(model).values()))
     exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
+    if head is not None:
+        exported.notes.append(
+            "The updates of the multi-token-prediction head are left out, since transformers has no class for it; "
+            "export --to merged carries them."
+        )
     if ends := unwritten_ends(path):
         exported.notes.append(
             "The base's generation_config.json lacks an end token that its tokenizer names: give transformers' "

@@ -19,9 +19,11 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
+from ..lora.select import MTP
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import is_floating
 from .checkpoint_files import weight_files
+from .mtp import head_sanitizer
 from .transformers_configs import with_joined_experts, with_released_names
 from .vision.load import sanitizer
 from .vision.split import has_vision
@@ -52,7 +54,7 @@ class StoredNames:
     """
 
     def __init__(self, model: nn.Module, path: Path):
-        self._sanitize: Sanitize = _sanitize(model)
+        self._sanitize: Sanitize = _sanitize(model, path)
         self._path = path
         self._origins: dict[str, _Origin] = {}
         self._stored = _lazy_tensors(path)
@@ -198,7 +200,7 @@ def stored_parameters(model: nn.Module, path: Path) -> dict[str, mx.array]:
 
     No model is built for it. Changes that mlx-lm makes to tensors outside the model's own `sanitize` are missing.
     """
-    return _sanitize(model)(_lazy_tensors(path))
+    return _sanitize(model, path)(_lazy_tensors(path))
 
 
 def _lazy_tensors(path: Path) -> dict[str, mx.array]:
@@ -208,11 +210,15 @@ def _lazy_tensors(path: Path) -> dict[str, mx.array]:
     return stored
 
 
-def _sanitize(model: nn.Module) -> Sanitize:
+def _sanitize(model: nn.Module, path: Path) -> Sanitize:
     """The function that makes the parameters of a model of stored tensors, and does not change its argument."""
     if has_vision(model):
         return sanitizer(model)
-    return _repeatable(model) if hasattr(model, "sanitize") else dict
+    sanitize = _repeatable(model) if hasattr(model, "sanitize") else dict
+    if MTP not in model:
+        return sanitize
+    of_head = head_sanitizer(path)
+    return lambda tensors: {**sanitize(tensors), **of_head(tensors)}
 
 
 def _repeatable(model: nn.Module) -> Sanitize:
