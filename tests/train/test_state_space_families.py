@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.tuner.utils
@@ -13,9 +12,7 @@ from mlx.utils import tree_flatten
 
 from conftest import write_tokenizer
 from console import called, deltatune
-from deltatune.models.transformers_configs import completed
-from deltatune.selftest.parity import recording
-from deltatune.selftest.parity.cases import CASES
+from transformers_saves import recorded_save
 
 FAMILIES = ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2", "bailing_moe_linear")
 TOKENS = [[5, 60, 7, 80, 9, 100, 11]]
@@ -29,20 +26,10 @@ assert "deltatune" not in sys.modules
 """
 
 
-def saved(family: str, folder: Path) -> Path:
-    """Write the checkpoint of a recorded family as Hugging Face has it, with a config that mlx-lm reads alone."""
-    case, recorded = CASES[family], recording.read(family)
-    config, weights = case.family.readable(recorded.config, recorded.weights(case))
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(completed(config)))
-    mx.save_safetensors(str(folder / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
-    write_tokenizer(folder, config["vocab_size"])
-    return folder
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mlx_lm_alone_loads_the_adapter(family, tmp_path):
-    base, adapter, data = saved(family, tmp_path / "base"), tmp_path / "adapter", tmp_path / "train.jsonl"
+    base, adapter, data = recorded_save(family, tmp_path / "base"), tmp_path / "adapter", tmp_path / "train.jsonl"
+    write_tokenizer(base, 320)
     data.write_text("".join(json.dumps({"text": f"{count} and {count} are {2 * count}"}) + "\n" for count in range(20)))
     # One family runs as a user runs it, the others by function.
     run = deltatune if family == "nemotron_h" else called
