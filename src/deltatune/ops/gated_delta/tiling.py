@@ -361,7 +361,7 @@ def choose_tiling(
             division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
         else:
             division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
-    options = {"machine": machine, "masked": masked, "segmented": segmented, "erases": erases}
+    options: Division = {"machine": machine, "masked": masked, "segmented": segmented, "erases": erases}
     return _first_that_fits(partial(ChannelTiling if per_channel else Tiling, **options), shape, dtype, divisions)
 
 
