@@ -111,9 +111,9 @@ def _product_of(y: mx.array) -> _Product | None:
 def _with_adapters(call: LinearToken, *factors: mx.array | None) -> LinearToken:
     """Return the call with the update of adapters, if any, of which `factors` are a, b and the second weight's b."""
     there = [factor for factor in factors if factor is not None]
-    kept = trace.current().factors
-    if kept is not None:
-        there = kept.kept(*there)
+    of_step = trace.current().factors
+    if of_step is not None:
+        there = of_step.kept(*there)
     return replace(call, low_rank=LowRank(*there)) if there else call
 
 
