@@ -36,6 +36,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+import beside
 import mlx_headers
 import vision
 from deltatune.machine import blas, compiling
@@ -62,11 +63,15 @@ CORPUS = [
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", metavar="NAME", help="stop unless OpenBLAS runs these kernels (scripts/test_cpus.py)")
     parser.addoption("--real-sizes", action="store_true", help="the stand-in for a Mac runs real head sizes")
+    parser.addoption("--metal", action="store_true", help="the stand-in for an Apple GPU is MLX's default device")
     parser.addoption("--kills", type=int, help="SIGKILLs for each kind of run (scripts/kill_runs.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Trace upstream's compiled functions, as within a step: to fuse operations takes g++ 0.25 s. Programs fuse."""
+    if config.getoption("--metal"):
+        stand_in = beside.load(Path(__file__).parent / "on_metal" / "stand_in.py")
+        stand_in.install(config.cache.mkdir("host_machine"), optimised=False)
     until_the_end = ExitStack()
     until_the_end.enter_context(compiling.without_kernels())
     config.add_cleanup(until_the_end.close)

@@ -15,6 +15,7 @@ it was put into a graph.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -58,10 +59,11 @@ _OFFSET = 16
 
 def built(folder: Path) -> Path:
     """Compile the primitive against the headers in mlx's wheel, and return the library."""
-    library = folder / f"host_primitive_{mx.__version__}.so"
+    text = HERE / "host_primitive.cpp"
+    library = folder / f"host_primitive_{mx.__version__}_{hashlib.sha256(text.read_bytes()).hexdigest()[:8]}.so"
     if not library.exists():
         made, package = folder / f"host_primitive.{os.getpid()}.so", Path(mx.__file__).parent
-        command = ["g++", "-O1", "-fPIC", "-shared", "-std=c++20", str(HERE / "host_primitive.cpp"), "-o", str(made)]
+        command = ["g++", "-O1", "-fPIC", "-shared", "-std=c++20", str(text), "-o", str(made)]
         subprocess.run([*command, f"-I{package / 'include'}", f"-L{package / 'lib'}", "-lmlx"], check=True)
         os.replace(made, library)
     return library

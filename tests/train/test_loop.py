@@ -257,10 +257,10 @@ def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
 
 def test_a_mac_that_computes_on_the_cpu_wires_no_memory(make_trainer, monkeypatch):
     """There, mx.device_info() has the name and the architecture alone."""
-    wired, trainer = [], make_trainer(iters=1)
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    wired = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "arm64", "device_name": "Apple M3"})
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
-    trainer.run()
+    with mx.stream(mx.cpu):
+        make_trainer(iters=1).run()
     assert not wired

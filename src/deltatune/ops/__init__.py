@@ -2,7 +2,8 @@
 
 # By operator, the implementations that its environment variable may force (operators.py has the operators).
 IMPLEMENTATIONS = {
-    "gated_delta": ("naive", "chunk", "fused", "native"),
-    "linear_attention": ("naive", "chunk", "fused"),
+    "gated_delta": ("naive", "chunk", "chunk_bf16", "fused", "native"),
+    "linear_attention": ("naive", "chunk", "chunk_bf16", "fused"),
+    "quantized_product": ("packed", "unpacked"),
     "attention": ("naive", "blocked", "fused", "native"),
 }

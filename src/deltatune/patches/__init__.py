@@ -65,6 +65,7 @@ PATCHES: tuple[Patch, ...] = (
     *residual_weights.PATCHES,
     *attention.PATCHES,
     *latent_attention.PATCHES,
+    *products.PACKED,
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
@@ -76,7 +77,6 @@ ON_CUDA: tuple[Patch, ...] = (
     *residual_norms.PATCHES,
     *sorted_rows.ON_CUDA,
     *sorted_rows.PATCHES,
-    *products.PACKED,
 )
 ON_METAL: tuple[Patch, ...] = (
     *delta_layers.PATCHES,
@@ -86,7 +86,7 @@ ON_METAL: tuple[Patch, ...] = (
     pointwise.ATTENTION,
     *sorted_rows.PATCHES,
 )
-ON_CPU: tuple[Patch, ...] = (*products.PACKED, *products.NARROW)
+ON_CPU: tuple[Patch, ...] = products.NARROW
 
 # The users of the patches: each `patched` block that is open, and from apply() to revert() this module's name.
 _asking: set[object] = set()

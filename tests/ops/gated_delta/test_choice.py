@@ -19,6 +19,7 @@ from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, tr
 from deltatune.ops.gated_delta.choice import OPERATOR, Call
 from deltatune.ops.gated_delta.native import gated_delta_native
 from deltatune.ops.gated_delta.trial_case import Arguments, ShapeClass
+from deltatune.ops.linear_attention.choice import OPERATOR as LINEAR_ATTENTION
 from deltatune.ops.operator import candidates, verdicts
 from deltatune.ops.operator.candidates import ImplementationWarning
 from deltatune.ops.operator.case import judged
@@ -335,6 +336,32 @@ def test_slow_gates_that_are_rounded_are_refused(size, dtype, options):
     shape = ShapeClass(1, 1, size, size, dtype, **options)
     assert not judged(trial_case.trial_case(shape), with_gates_rounded_to(getattr(mx, dtype)), "native").passed
     assert judged(trial_case.trial_case(shape), with_gates_rounded_to(mx.float32), "native").passed
+
+
+@pytest.mark.parametrize("options", [{}, {"segmented": True, "masked": True}, {"beta": ""}], ids=str)
+def test_products_in_bf16_serve_bf16_where_no_kernel_does(options, monkeypatch):
+    for orders in (OPERATOR.orders, LINEAR_ATTENTION.orders):
+        monkeypatch.setitem(orders, backend.device(), ("chunk_bf16", "chunk"))
+    shape = ShapeClass(1, 2, 32, 16, "bfloat16", **options)
+    operator = OPERATOR if shape.erases else LINEAR_ATTENTION
+    name, function = candidates.choose(operator, Call.of_class(shape))
+    assert name == "chunk_bf16"
+    results, wide = (
+        candidate(*(mx.zeros_like(x) + 0.5 for x in Arguments.drawn(shape).primals[:-1]))[0]
+        for candidate in (function, operator.candidates["chunk"](Call.of_class(shape)).function)
+    )
+    assert not mx.array_equal(results, wide)
+    for other in (replace(shape, dtype="float32"), replace(shape, per_channel=True)):
+        assert candidates.choose(operator, Call.of_class(other))[0] == "chunk"
+
+
+def test_products_in_bf16_with_rounded_gates_are_refused(monkeypatch):
+    """Their bounds are wider: three roundings for each of twelve products."""
+    shape = ShapeClass(1, 1, 32, 32, "bfloat16", tiling=trial_case.IN_BF16)
+    assert not judged(trial_case.trial_case(shape), with_gates_rounded_to(mx.bfloat16), "chunk_bf16").passed
+    verdict = judged(trial_case.trial_case(shape), OPERATOR.candidates["chunk_bf16"](Call.of_class(shape)).function, "")
+    assert verdict.passed
+    assert max(verdict.errors.values()) > 2.0**-8
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -195,7 +195,7 @@ CASES = [(name, HOPPER) for name in LAUNCHES | IN_OTHER_TYPES | ON_HOPPER if nam
 CASES += [(name, BLACKWELL) for name in ON_BLACKWELL]
 # Text that other cases compile too: for small blocks, for Ampere, or in another type.
 WEEKLY = [("gated delta, fp16", HOPPER), ("gates a channel, bf16", HOPPER), ("LoRA, fp16", HOPPER)]
-WEEKLY += [("gated delta, bf16", BLACKWELL), ("passes, fp32", BLACKWELL)]
+WEEKLY += [("gated delta, bf16", BLACKWELL), ("passes, fp32", BLACKWELL), ("gated delta, fp32", HOPPER)]
 CASES = [pytest.param(*case, marks=[pytest.mark.weekly] * (case in WEEKLY)) for case in CASES]
 
 

@@ -29,6 +29,8 @@ FAMILIES += (pytest.param("qwen3_5_moe", marks=pytest.mark.weekly),)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "forgotten train()"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, training):
+    if (family, training, backend.device()) == ("kimi_k3", False, "metal"):
+        pytest.skip("upstream's kernel has no gradient")
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     # On "metal", upstream's own convolution runs, which allows a close comparison.
     monkeypatch.setattr(backend, "device", lambda: "metal")
@@ -87,6 +89,7 @@ def test_packed_documents_train_as_they_do_alone(tiny_model, family):
     assert tensor < 1e-4 + 4 * rounding[1]
 
 
+@pytest.mark.skipif(backend.device() == "metal", reason="is about other devices")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.weekly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):

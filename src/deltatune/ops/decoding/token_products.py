@@ -64,7 +64,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     if first is None or second is None or first.call.x is not second.call.x or first.call.norm != second.call.norm:
         return None
     a, b = _joined_factors([first.matrix, second.matrix])
-    of_each: list[mx.array] = [] if b is None else mx.split(b, [first.matrix.weight.shape[0]])
+    of_each = [] if b is None else list(mx.split(b, [first.matrix.weight.shape[0]]))
     call = replace(first.call, second=second.matrix.weight, low_rank=None)
     return _called(_with_adapters(call, a, *of_each), first.matrix)
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .group import MatrixProducts
+
 
 class AcrossGradients(NamedTuple):
     """The gradients of the results of the loop over n chunks.
@@ -28,11 +30,12 @@ class AcrossGradients(NamedTuple):
 
 
 def forward_across(
-    u: mx.array, w: mx.array | None, k_end: mx.array, decay: mx.array, state: mx.array
+    products: MatrixProducts, u: mx.array, w: mx.array | None, k_end: mx.array, decay: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Carry the state through n chunks.
 
     Args:
+        products: Multiplies.
         u: [n, ..., C, Dv], the deltas that a zero state would give.
         w: [n, ..., C, Dk], the factor of the state in the deltas.
         k_end: [n, ..., C, Dk], keys decayed to the end of their chunk.
@@ -47,18 +50,25 @@ def forward_across(
     for delta, chunk_k, chunk_decay, chunk_w in chunks:
         states.append(state)
         if chunk_w is not None:
-            delta = mx.addmm(delta, chunk_w, state.swapaxes(-1, -2), alpha=-1.0)
+            delta = products.added(delta, chunk_w, state.swapaxes(-1, -2), -1.0)
             deltas.append(delta)
-        state = mx.addmm(state * chunk_decay, delta.swapaxes(-1, -2), chunk_k)
+        state = products.added(state * chunk_decay, delta.swapaxes(-1, -2), chunk_k)
     return mx.stack(states), u if w is None else mx.stack(deltas), state
 
 
 def backward_across(
-    ddelta_y: mx.array, dstate_y: mx.array, w: mx.array | None, k_end: mx.array, decay: mx.array, dstate: mx.array
+    products: MatrixProducts,
+    ddelta_y: mx.array,
+    dstate_y: mx.array,
+    w: mx.array | None,
+    k_end: mx.array,
+    decay: mx.array,
+    dstate: mx.array,
 ) -> AcrossGradients:
     """Carry the gradient of the state back through n chunks.
 
     Args:
+        products: Multiplies.
         ddelta_y: [n, ..., C, Dv], the gradients that the deltas get from the outputs alone.
         dstate_y: [n, ..., Dv, Dk], the gradients that the states before each chunk get from the outputs alone.
         w, k_end, decay: As in `forward_across`.
@@ -69,11 +79,11 @@ def backward_across(
     chunks = list(zip(*map(_chunks, (ddelta_y, dstate_y, k_end, decay)), factors, strict=True))
     for chunk_ddelta, chunk_dstate, chunk_k, chunk_decay, chunk_w in reversed(chunks):
         dstates_after.append(dstate)
-        ddelta = mx.addmm(chunk_ddelta, chunk_k, dstate.swapaxes(-1, -2))
+        ddelta = products.added(chunk_ddelta, chunk_k, dstate.swapaxes(-1, -2))
         ddeltas.append(ddelta)
         dstate = chunk_dstate + dstate * chunk_decay
         if chunk_w is not None:
-            dstate = mx.addmm(dstate, ddelta.swapaxes(-1, -2), chunk_w, alpha=-1.0)
+            dstate = products.added(dstate, ddelta.swapaxes(-1, -2), chunk_w, -1.0)
     return AcrossGradients(mx.stack(ddeltas[::-1]), mx.stack(dstates_after[::-1]), dstate)
 
 

@@ -16,6 +16,7 @@ from ..operator.operator import Candidate, Operator
 from . import fused_op, native, trial_case, workloads
 from .call import Call
 from .chunk import gated_delta_chunk
+from .group import MatrixProducts
 from .naive import gated_delta_naive
 from .tiling import Tiling
 from .trial_case import Implementation
@@ -79,13 +80,28 @@ def chunk_candidate(call: Call) -> Candidate:
     return Candidate(function, call.shape_class(), function, trusted=True)
 
 
+def chunk_bf16_candidate(call: Call) -> Candidate | str:
+    """Return the chunkwise form with products in bf16 and fp32 between them, or why it does not support a call."""
+    dtypes = {call.q.dtype, call.k.dtype, call.v.dtype}
+    if dtypes != {mx.bfloat16} or call.log_g.ndim == 4:
+        return "it serves q, k and v in bf16, with one gate per head"
+    function = _of_call(call, _chunk_bf16)
+    return Candidate(function, call.shape_class(trial_case.IN_BF16), function)
+
+
+_chunk_bf16 = partial(gated_delta_chunk, products=MatrixProducts(mx.bfloat16))
 OPERATOR = Operator(
     name="gated_delta",
     implementations=IMPLEMENTATIONS["gated_delta"],
-    orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "native", "chunk")},
+    orders={
+        "cpu": ("chunk",),
+        "cuda": ("fused", "chunk_bf16", "chunk"),
+        "metal": ("fused", "native", "chunk_bf16", "chunk"),
+    },
     candidates={
         "naive": naive_candidate,
         "chunk": chunk_candidate,
+        "chunk_bf16": chunk_bf16_candidate,
         "fused": fused_candidate,
         "native": _native,
     },

@@ -20,7 +20,7 @@ from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from .gates import effective_gates
-from .group import Gradients, Group
+from .group import IN_FP32, Gradients, Group, MatrixProducts
 from .transforms import no_second_derivative, over_batch
 
 _Arrays = tuple[mx.array, ...]
@@ -37,11 +37,12 @@ def gated_delta_chunk(
     initial_state: mx.array | None = None,
     mask: mx.array | None = None,
     segments: mx.array | None = None,
+    products: MatrixProducts = IN_FP32,
 ) -> tuple[mx.array, mx.array]:
     """Compute the chunkwise form, with a hand-derived backward pass. Arguments and results are those of `gated_delta`.
 
-    Without `beta` they are those of `linear_attention`. It runs on every device and in mx.vmap, mx.compile and
-    mx.checkpoint.
+    Without `beta` they are those of `linear_attention`. With one gate per head, `products` multiply. It runs on every
+    device and in mx.vmap, mx.compile and mx.checkpoint.
 
     Raises:
         NotImplementedError: A second derivative is taken.
@@ -55,7 +56,7 @@ def gated_delta_chunk(
     floats = [q, k, written, log_g] if beta is None else [q, k, v, log_g, written]
     if initial_state is None:
         initial_state = mx.zeros((batch, value_heads, value_size, k.shape[-1]), dtype=mx.float32)
-    chunking = choose_chunking(length, batch * value_heads, k.shape[-1])
+    chunking = choose_chunking(length, batch * value_heads, k.shape[-1], products)
     # The trace of a plan has fewer groups.
     keeps = inputs.compute is None and not trace.current().shortened
     forward = _keeping(chunking, len(floats)) if keeps else _differentiable(chunking, len(floats), inputs)
@@ -110,7 +111,7 @@ def _load_group(inputs: Sequence[mx.array], span: Span, size: int, previous: Seq
 def _group_forward(gates: Any, group: Group, state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Return y of a group, the states before its chunks, and the state after it; `gates` is scalar or channel."""
     chunks = gates.without_state(group)
-    states, delta, state = forward_across(chunks.u, chunks.w, chunks.k_end, chunks.total, state)
+    states, delta, state = forward_across(group.products, chunks.u, chunks.w, chunks.k_end, chunks.total, state)
     return gates.outputs(group, chunks, states, delta), states, state
 
 
@@ -119,9 +120,10 @@ def _group_backward(gates: Any, group: Group, states: mx.array, dy: mx.array, ds
     chunks = gates.without_state(group)
     delta = chunks.u
     if chunks.w is not None:
-        delta = mx.addmm(delta, chunks.w, states.swapaxes(-1, -2), alpha=-1.0)
+        delta = group.products.added(delta, chunks.w, states.swapaxes(-1, -2), -1.0)
     ddelta_y, dstate_y = gates.output_gradients(group, chunks, dy)
-    across = backward_across(ddelta_y, dstate_y, chunks.w, chunks.k_end, chunks.total, dstate)
+    factors = chunks.w, chunks.k_end, chunks.total
+    across = backward_across(group.products, ddelta_y, dstate_y, *factors, dstate)
     return gates.input_gradients(group, chunks, states, delta, dy, across)
 
 
@@ -142,7 +144,7 @@ def _forward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
             saved.append(blank(saved[-1], span.chunks, previous))
             previous = [outputs, saved[-1], group_state]
             continue
-        group = Group(*_load_group(inputs, span, chunking.size, previous))
+        group = Group(*_load_group(inputs, span, chunking.size, previous), products=chunking.products)
         y, states, group_state = _group_forward(gates, group, group_state)
         write_group(outputs, y, span, chunking)
         saved.append(states)
@@ -167,7 +169,8 @@ def _backward(chunking: Chunking, floats: int, *arrays: mx.array) -> _Arrays:
             previous = [*previous, states]
             continue
         *parts, group_dy = _load_group((*inputs, dy), span, chunking.size, previous)
-        gradients = _group_backward(gates, Group(*parts), states, group_dy, group_dstate)
+        group = Group(*parts, products=chunking.products)
+        gradients = _group_backward(gates, group, states, group_dy, group_dstate)
         group_dstate = gradients.state
         inputs_alone = [gradient for gradient in gradients[:-1] if gradient is not None]
         for result, gradient in zip(results, inputs_alone, strict=True):

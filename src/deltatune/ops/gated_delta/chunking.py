@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..tracing.turns import turns
+from .group import IN_FP32, MatrixProducts
 
 # Elements of k, over all its heads, that one group lays out: enough to keep the device busy, few enough for its caches.
 _GROUP_ELEMENTS = {"cpu": 16 * 64 * 128, "metal": 1024 * 64 * 128, "cuda": 1024 * 64 * 128}
@@ -34,6 +35,7 @@ class Chunking(NamedTuple):
     length: int
     size: int
     group: int
+    products: MatrixProducts = IN_FP32
 
     def groups(self) -> list[Span]:
         """Return the groups, which cover the sequence once, in order."""
@@ -42,13 +44,13 @@ class Chunking(NamedTuple):
         return [Span(turn.start, turn.stop, -(-(turn.stop - turn.start) // self.size), turn.left_out) for turn in spans]
 
 
-def choose_chunking(length: int, heads: int, key_size: int) -> Chunking:
+def choose_chunking(length: int, heads: int, key_size: int, products: MatrixProducts = IN_FP32) -> Chunking:
     """Choose chunk and group sizes for T = `length` and `heads` = B x Hv (docs/decisions/gated-delta.md)."""
     size = 64 if key_size > 64 else 32
     while size > 16 and size // 2 >= length:
         size //= 2
     elements = backend.here(_GROUP_ELEMENTS)
-    return Chunking(length, size, max(1, min(16, elements // (heads * size * key_size))))
+    return Chunking(length, size, max(1, min(16, elements // (heads * size * key_size))), products)
 
 
 def group_of(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:

@@ -11,6 +11,23 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
+class MatrixProducts(NamedTuple):
+    """The matrix products of arrays in fp32, with operands and results in `dtype`; sums are in fp32."""
+
+    dtype: mx.Dtype = mx.float32
+
+    def of(self, a: mx.array, b: mx.array) -> mx.array:
+        """Return a b."""
+        return (a.astype(self.dtype) @ b.astype(self.dtype)).astype(mx.float32)
+
+    def added(self, c: mx.array, a: mx.array, b: mx.array, sign: float = 1.0) -> mx.array:
+        """Return c + sign a b."""
+        return mx.addmm(c, a, b, alpha=sign) if self.dtype == mx.float32 else c + sign * self.of(a, b)
+
+
+IN_FP32 = MatrixProducts()
+
+
 class Group(NamedTuple):
     """The inputs of n chunks, in fp32. `qk` stacks q above k, so that one product serves both."""
 
@@ -18,6 +35,7 @@ class Group(NamedTuple):
     v: mx.array  # [n, B, K, R, C, Dv]
     log_g: mx.array  # [n, B, K, R, C] or [n, B, K, R, C, Dk]
     beta: mx.array | None = None  # [n, B, K, R, C]; None where nothing is erased (linear attention)
+    products: MatrixProducts = IN_FP32
 
     @property
     def reads(self) -> mx.array:

@@ -45,12 +45,13 @@ def _decays(log_g: mx.array, erases: bool) -> tuple[mx.array, mx.array, mx.array
 def without_state(group: Group) -> _Chunks:
     """Compute everything about the chunks of a group that does not depend on a state."""
     from_start, to_end, decay = _decays(group.log_g, group.beta is not None)
-    gram = (group.reads @ group.k.swapaxes(-1, -2)) * decay
+    gram = group.products.of(group.reads, group.k.swapaxes(-1, -2)) * decay
     u, w, inverse = group.v, None, None
     if group.beta is not None:
         inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
         solve = inverse * group.beta[..., None, :]
-        u, w = solve @ group.v, (solve * from_start[..., None, :]) @ group.k
+        u = group.products.of(solve, group.v)
+        w = group.products.of(solve * from_start[..., None, :], group.k)
     return _Chunks(
         from_start=from_start,
         to_end=to_end,
@@ -66,14 +67,14 @@ def without_state(group: Group) -> _Chunks:
 
 def outputs(group: Group, chunks: _Chunks, states: mx.array, delta: mx.array) -> mx.array:
     """Return y [n, B, K, R, C, Dv] from the states before each chunk and the deltas."""
-    y_state = (group.q @ states.swapaxes(-1, -2)) * chunks.from_start[..., None]
-    return mx.addmm(y_state, chunks.gram[..., : group.v.shape[-2], :], delta)
+    y_state = group.products.of(group.q, states.swapaxes(-1, -2)) * chunks.from_start[..., None]
+    return group.products.added(y_state, chunks.gram[..., : group.v.shape[-2], :], delta)
 
 
 def output_gradients(group: Group, chunks: _Chunks, dy: mx.array) -> tuple[mx.array, mx.array]:
     """Return the terms of dy [n, B, K, R, C, Dv] in the gradients of the deltas and of the states before each chunk."""
-    ddelta_y = chunks.gram[..., : dy.shape[-2], :].swapaxes(-1, -2) @ dy
-    dstate_y = (dy * chunks.from_start[..., None]).swapaxes(-1, -2) @ group.q
+    ddelta_y = group.products.of(chunks.gram[..., : dy.shape[-2], :].swapaxes(-1, -2), dy)
+    dstate_y = group.products.of((dy * chunks.from_start[..., None]).swapaxes(-1, -2), group.q)
     return ddelta_y, dstate_y
 
 
@@ -86,21 +87,21 @@ def input_gradients(
     across: AcrossGradients,
 ) -> Gradients:
     """Return the gradients of the group from those of its deltas and states; m and z are M and Z of README.md."""
-    size = dy.shape[-2]
+    size, products = dy.shape[-2], group.products
     rows, d_right = dy, across.deltas
     beta_rows, start_rows = mx.ones_like(chunks.from_start), chunks.from_start
     if group.beta is not None and chunks.inverse is not None:
-        d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas
+        d_right = products.of(chunks.inverse.swapaxes(-1, -2), across.deltas)
         rows = mx.concatenate([dy, -d_right], axis=-2)
         beta_rows = mx.concatenate([mx.ones_like(group.beta), group.beta], axis=-1)
         start_rows = mx.concatenate([chunks.from_start, chunks.from_start], axis=-1)
-    z = rows @ states
-    m = rows @ delta.swapaxes(-1, -2)
-    dk_end = delta @ across.states_after
+    z = products.of(rows, states)
+    m = products.of(rows, delta.swapaxes(-1, -2))
+    dk_end = products.of(delta, across.states_after)
 
     weights = sum_over_value_heads(m * chunks.decay * beta_rows[..., None])
-    dreads = mx.addmm(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
-    dk = mx.addmm(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.reads)
+    dreads = products.added(sum_over_value_heads(z * (start_rows * beta_rows)[..., None]), weights, group.k)
+    dk = products.added(sum_over_value_heads(dk_end * chunks.to_end[..., None]), weights.swapaxes(-1, -2), group.reads)
 
     # log g receives the sum of the terms with a span that contains it: from the chunk's start, to its end, across all
     # of it, and between two positions.

@@ -23,6 +23,10 @@ def fused_bound(bound: float, dtype: str) -> float:
     return bound + ROUNDING[dtype] + STATE_ROUNDING[dtype]
 
 
+# Products in bf16 round both operands and their result. The longest way through a chunk, forward and backward, has 12
+# of them, and independent roundings add up to the root of their number.
+PRODUCTS_IN_BF16 = (3 * 12) ** 0.5
+
 # Norms of errors relative to the norm of the truth. In fp32 the fused kernels stay under FUSED_NORM or under chunk's
 # error; in bf16 under FUSED_BF16 times naive's error or BF16_NORM, the error of rounding the outputs to bf16.
 FUSED_NORM, FUSED_BF16, BF16_NORM = 1e-6, 2.0, 1.7e-3

@@ -16,7 +16,7 @@ from .call import Call
 from .chunk import gated_delta_chunk
 from .float64 import recurrence
 from .naive import gated_delta_naive
-from .tolerances import EASY, FUSED_NORM, SLOW, fused_bf16_norm
+from .tolerances import BF16_NORM, EASY, FUSED_NORM, PRODUCTS_IN_BF16, SLOW, fused_bf16_norm
 from .trial_case import (
     LENGTH,
     Arguments,
@@ -49,7 +49,7 @@ class Workload:
 
     def case(self, implementation: str) -> Case[Implementation]:
         """The case, with the bounds that hold for an implementation."""
-        return self.case_within(self.bounds(implementation == "fused"))
+        return self.case_within(self.bounds(implementation))
 
     def case_within(self, bounds: dict[str, float]) -> Case[Implementation]:
         """The case, of which each result may be off by its bound."""
@@ -57,13 +57,15 @@ class Workload:
         exact = Arguments.drawn(self.shape, self.length).with_all_heads(truth_of(self).exact)
         return replace(case, name=self.name, truth=lambda: exact, bound=0.0, bounds=bounds, error=relative_norm)
 
-    def bounds(self, fused: bool) -> dict[str, float]:
-        """The largest error allowed for each result, from tolerances.py, in fp32 of the fused kernels or others."""
+    def bounds(self, implementation: str) -> dict[str, float]:
+        """The largest error allowed for each result of an implementation, from tolerances.py."""
         peers = truth_of(self).peers
+        if implementation == "chunk_bf16":
+            return dict.fromkeys(peers, PRODUCTS_IN_BF16 * BF16_NORM)
         if self.shape.dtype != "float32":
             return {name: fused_bf16_norm(peer) for name, peer in peers.items()}
         names = self.shape.results
-        allowed = {name: max(FUSED_NORM, peers[name]) if fused else EASY for name in names}
+        allowed = {name: max(FUSED_NORM, peers[name]) if implementation == "fused" else EASY for name in names}
         return allowed | {slow_name(name): SLOW for name in names}
 
 

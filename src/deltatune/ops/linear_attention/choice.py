@@ -7,7 +7,7 @@ from dataclasses import replace
 from .. import IMPLEMENTATIONS
 from ..gated_delta import trial_case, workloads
 from ..gated_delta.call import Call
-from ..gated_delta.choice import chunk_candidate, fused_candidate, naive_candidate
+from ..gated_delta.choice import chunk_bf16_candidate, chunk_candidate, fused_candidate, naive_candidate
 from ..gated_delta.trial_case import ShapeClass
 from ..gated_delta.workloads import Workload
 from ..operator.operator import Operator
@@ -53,8 +53,13 @@ def workloads_of(quick: bool) -> list[Workload]:
 OPERATOR = Operator(
     name="linear_attention",
     implementations=IMPLEMENTATIONS["linear_attention"],
-    orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "chunk")},
-    candidates={"naive": naive_candidate, "chunk": chunk_candidate, "fused": fused_candidate},
+    orders={"cpu": ("chunk",), **dict.fromkeys(("cuda", "metal"), ("fused", "chunk_bf16", "chunk"))},
+    candidates={
+        "naive": naive_candidate,
+        "chunk": chunk_candidate,
+        "chunk_bf16": chunk_bf16_candidate,
+        "fused": fused_candidate,
+    },
     case_of=trial_case.trial_case,
     timed_case_of=trial_case.trial_case,
     examples=calls,

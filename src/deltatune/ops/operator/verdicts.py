@@ -197,7 +197,7 @@ def _machine(device: str) -> dict[str, str]:
 def digest_of_text(operators: Path) -> str:
     """Return a digest of the code and the kernels' texts that verdicts are about, in the folder of operators."""
     digest = hashlib.sha256()
-    for folder in ("gated_delta", "attention", "kernels", "operator"):
+    for folder in ("gated_delta", "attention", "kernels", "operator", "products"):
         for file in sorted((operators / folder).rglob("*")):
             if file.suffix in (".py", ".h"):
                 digest.update(file.relative_to(operators).as_posix().encode() + file.read_bytes())

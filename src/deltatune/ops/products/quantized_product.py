@@ -24,12 +24,12 @@ from ..functional import is_floating, with_gradient
 from ..pointwise import unpacking
 from ..tracing import trace
 
-# The number of rows from which unpacking first is faster; MLX's product on Metal has tiles of its own and is not slow.
+# The number of rows from which unpacking first is faster; on Metal choice.py compares times.
 ROWS = {"cpu": 8, "cuda": 64}
 # The same of a product with so many multiplications, for which an NVIDIA GPU takes longer than for its launches.
 ROWS_OF_LARGE, LARGE = 8, 10**8
 # The size of a slab, the part of a matrix that is unpacked at a time.
-SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20, "metal": 256 * 2**20}
 
 
 class Quantization(NamedTuple):

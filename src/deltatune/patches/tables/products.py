@@ -1,7 +1,8 @@
 """Replaces products that MLX computes slowly: those in 16 bits on CPUs, and those of many rows with packed matrices.
 
 A CPU computes linear layers and heads in 16 bits thirty times faster in fp32. mx.quantized_matmul is made for the one
-or two rows of decoding; on CPUs and NVIDIA GPUs, unpacking the matrix first is faster where there are many.
+or two rows of decoding; where there are many, unpacking the matrix first is faster on CPUs and NVIDIA GPUs, and may be
+on Metal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...ops.products.choice import unpacking_is_faster
 from ...ops.products.quantized_product import (
     ROWS,
     Quantization,
@@ -84,8 +86,9 @@ def _quantized_matmul(upstream: Function) -> Function:
         x: mx.array, w: mx.array, /, scales: mx.array, biases: Any = None, transpose: bool = True,
         group_size: Any = None, bits: Any = None, mode: str = "affine", *, stream: Any = None,
     ) -> mx.array:  # fmt: skip
-        if stream is None and serves(x, w, scales):
-            return packed_product(x, w, scales, biases, Quantization(transpose, group_size, bits, mode))
+        quantization = Quantization(transpose, group_size, bits, mode)
+        if stream is None and (serves(x, w, scales) or unpacking_is_faster(x, w, quantization)):
+            return packed_product(x, w, scales, biases, quantization)
         options = {} if stream is None else {"stream": stream}
         return upstream(x, w, scales, biases, transpose, group_size, bits, mode, **options)
 
