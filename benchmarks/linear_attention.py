@@ -1,14 +1,15 @@
 """Times linear attention (state-space duality) on an NVIDIA GPU, forward and backward, beside FLA and mamba-ssm.
 
-usage: python -u benchmarks/linear_attention.py [--sizes BxT ...] [--heads 64] [--key-heads 8 64 1] [--profile]
+usage: python -u benchmarks/linear_attention.py [--sizes BxT ...] [--heads 64] [--key-heads 8 64] [--head 64]
+    [--state 128] [--profile] [--check] [--only deltatune FLA mamba-ssm chunk]
 
-First the fused kernels are compared with `chunk` and with float64, on the classes of released models; a class that
-fails ends the run. For each size, with 64 heads of 64 and states of 128 in bf16, it then prints of each implementation:
-the norm of y's and of each gradient's error against deltatune's chunk form in fp32, the median of 20 calls of the
-forward and the backward pass that are waited for, the time of a call among many in a row (a replayed CUDA graph for
-PyTorch's), and the peak memory beyond inputs and gradients. FLA's simple_gla has no groups: its q and k have a head for
-each head of v, and their sum over groups is not timed. An implementation that is not installed is named and left out.
---profile prints the time of each of deltatune's kernels, which it launches alone.
+For each size it prints of each implementation, in bf16: the norm of y's and of each gradient's error on the first 512
+tokens of a row against deltatune's chunk form in fp32, the median of 20 calls of the forward and the backward pass that
+are waited for, the time of a call among many in a row (a replayed CUDA graph for PyTorch's), and the peak memory beyond
+inputs and gradients. FLA's simple_gla has no groups: its call repeats q and k for each head of v, and sums their
+gradients. mamba-ssm's call forms dt x and dt A itself. An implementation that is not installed is named and left out.
+--profile prints the time of each of deltatune's kernels, which it launches alone. --check first compares the fused
+kernels with `chunk` and with float64, on the classes of released models; a class that fails ends the run.
 """
 
 from __future__ import annotations
@@ -35,20 +36,24 @@ from deltatune.ops.linear_attention.choice import MODELS, OPERATOR
 from deltatune.ops.operator.case import judged
 from deltatune.ops.operator.measure import relative_norm
 from with_mlx import MLX
-from with_torch import Torch
+from with_torch import FlashLinearAttention
 
-HEAD, STATE, CALLS = 64, 128, 20
+CALLS = 20
+# The tokens of a row on which errors are taken.
+COMPARED = 512
 NAMES = ("y", "dq", "dk", "dv", "dlog_g")
+PEERS = ("deltatune", "FLA", "mamba-ssm", "chunk")
 
 
-def drawn(batch: int, length: int, heads: int, key_heads: int) -> dict[str, np.ndarray]:
+def drawn(batch: int, length: int, key_heads: int, options: argparse.Namespace) -> dict[str, np.ndarray]:
     """Return q, k, v, dt, A and dy, of which log_g is dt A: gates as a trained Mamba-2 has them."""
     draw = np.random.default_rng(0)
-    keys, gates = (batch, length, key_heads, STATE), (batch, length, heads)
-    shapes = {"q": keys, "k": keys, "v": (*gates, HEAD), "dy": (*gates, HEAD)}
+    heads, state = options.heads, options.state
+    keys, gates = (batch, length, key_heads, state), (batch, length, heads)
+    shapes = {"q": keys, "k": keys, "v": (*gates, options.head), "dy": (*gates, options.head)}
     arrays = {name: draw.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-    arrays["q"] *= STATE**-0.5
-    arrays["k"] *= STATE**-0.5
+    arrays["q"] *= state**-0.5
+    arrays["k"] *= state**-0.5
     arrays["dt"] = np.exp(draw.uniform(np.log(1e-3), np.log(1e-1), size=gates)).astype(np.float32)
     arrays["A"] = -draw.uniform(1.0, 16.0, size=(heads,)).astype(np.float32)
     return arrays
@@ -68,20 +73,26 @@ class OfMlx(MLX):
         mx.eval(self.arrays, self.dy)
 
 
-class SimpleGla(Torch):
+class SimpleGla(FlashLinearAttention):
     """FLA's simple_gla, in chunks."""
 
-    graph = True
+    note: str | None = None
 
     def make(self) -> Callable[..., Any]:
         from fla.ops.simple_gla import chunk_simple_gla
 
-        return lambda q, k, v, log_g: chunk_simple_gla(q, k, v, log_g, scale=1.0)[0]
+        def function(q: Any, k: Any, v: Any, log_g: Any) -> Any:
+            groups = v.shape[2] // q.shape[2]
+            q, k = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (q, k))
+            return chunk_simple_gla(q, k, v, log_g, scale=1.0)[0]
+
+        return function
 
     def load(self, given: Any, dtype: str = "bfloat16") -> None:
-        self.groups = given["v"].shape[2] // given["k"].shape[2]
-        arrays = {name: np.repeat(given[name], self.groups, axis=2) for name in ("q", "k")}
-        self.put(arrays | {"v": given["v"], "log_g": given["dt"] * given["A"]}, given["dy"], dtype)
+        arrays = {name: given[name] for name in ("q", "k", "v")}
+        # It answers once a process.
+        SimpleGla.note = self.times_only() or SimpleGla.note
+        self.put(arrays | {"log_g": given["dt"] * given["A"]}, given["dy"], dtype)
 
     def put(self, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: str) -> None:
         import torch
@@ -93,14 +104,11 @@ class SimpleGla(Torch):
         ]
         self.dy = torch.tensor(dy, device="cuda").to(kind)
 
-    def scaled(self, gradients: list[Any]) -> list[Any]:
-        """Sum the gradients of q and k over the heads of a group."""
-        folded = [x.float().unflatten(2, (-1, self.groups)).sum(3) for x in gradients[:2]]
-        return [*folded, *gradients[2:]]
-
 
 class Mamba2(SimpleGla):
     """mamba-ssm's chunk scan, which forms dt x and dt A itself: of its gradients those of C and B are compared."""
+
+    note = None
 
     def make(self) -> Callable[..., Any]:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -133,11 +141,16 @@ def check() -> None:
         assert verdict.passed
 
 
-def measure(name: str, implementation: Any, given: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> None:
-    """Print the errors, the times and the memory of an implementation at a size."""
+def measure(name: str, implementation: Any, arrays: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> None:
+    """Print the errors on the first tokens, the times and the memory of an implementation at a size."""
     try:
-        implementation.load(given)
+        # The whole size comes first: Triton chooses among its configurations on the first call.
+        implementation.load(arrays)
+        implementation.both()
+        implementation.load(beginning(arrays))
         results = [implementation.numpy(x) for x in implementation.both()]
+        implementation.load(arrays)
+        implementation.both()
     except (ImportError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
         print(f"  {name:20s} left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
         return
@@ -154,19 +167,34 @@ def measure(name: str, implementation: Any, given: dict[str, np.ndarray], exact:
         f"{bytes_['excess'] / 1e6:7.1f} MB beyond {bytes_['inputs'] / 1e6:.0f} of inputs and "
         f"{bytes_['gradients'] / 1e6:.0f} of gradients; errors "
         + ", ".join(f"{key} {error:.1e}" for key, error in errors.items())
+        + (f" ({implementation.note})" if getattr(implementation, "note", None) else "")
     )
     implementation.release()
 
 
-def profile(given: dict[str, np.ndarray]) -> None:
+def beginning(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the first tokens of the first row."""
+    return {name: x if x.ndim == 1 else x[:1, :COMPARED] for name, x in arrays.items()}
+
+
+def exact_results(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return y and the gradients of the first tokens, by `chunk` in fp32 from the numbers of bf16."""
+    reference = OfMlx(lambda *a: gated_delta_chunk(*a, None)[0])
+    # On the CPU, because a GPU may multiply fp32 matrices in TF32.
+    with mx.stream(mx.cpu):
+        reference.load(beginning(arrays), "float32")
+        return dict(zip(NAMES, map(reference.numpy, reference.both()), strict=True))
+
+
+def profile(arrays: dict[str, np.ndarray]) -> None:
     """Print the time of each of deltatune's kernels."""
     ours = OfMlx(gated_delta_fused)
-    ours.load(given)
+    ours.load(arrays)
     x = dict(zip(("q", "k", "v", "log_g"), ours.arrays, strict=True)) | {"dy": ours.dy, "initial": no_initial_state()}
     options = {"masked": False, "segmented": False, "per_channel": False, "erases": False}
     tiling = tiling_of(backend.device(), shape_of(x["k"], x["v"]), mx.bfloat16, **options)
     assert tiling is not None
-    x["d_last"] = mx.zeros((x["v"].shape[0], x["v"].shape[2], HEAD, STATE))
+    x["d_last"] = mx.zeros((x["v"].shape[0], *x["v"].shape[2:], x["k"].shape[3]))
     print(f"  {tiling}")
     for phase in ("prepare", "scan", "reverse", "gradients"):
         x |= tiling.run(phase, x)
@@ -183,29 +211,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["1x8192", "2x2048"])
     parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--key-heads", type=int, nargs="+", default=[8, 64, 1])
+    parser.add_argument("--key-heads", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--head", type=int, default=64)
+    parser.add_argument("--state", type=int, default=128)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS)
     options = parser.parse_args()
     print(f"deltatune on {backend.device()}: {mx.device_info()}")
-    check()
-    for size in options.sizes:
-        for key_heads in options.key_heads:
+    if options.check:
+        check()
+    implementations = {
+        "deltatune": lambda: OfMlx(lambda *a: gated_delta_fused(*a, None)[0]),
+        "FLA": SimpleGla,
+        "mamba-ssm": Mamba2,
+        "chunk": lambda: OfMlx(lambda *a: gated_delta_chunk(*a, None)[0]),
+    }
+    for key_heads in options.key_heads:
+        for size in options.sizes:
             batch, length = map(int, size.split("x"))
-            print(f"B{batch} T{length}, {options.heads} heads of {HEAD}, states of {STATE}, {key_heads} groups")
-            given = drawn(batch, length, options.heads, key_heads)
-            reference = OfMlx(lambda *a: gated_delta_chunk(*a, None)[0])
-            reference.load(given, "float32")
-            # On the CPU, because a GPU may multiply fp32 matrices in TF32.
-            with mx.stream(mx.cpu):
-                exact = dict(zip(NAMES, map(reference.numpy, reference.both()), strict=True))
-            reference.release()
-            measure("deltatune", OfMlx(lambda *a: gated_delta_fused(*a, None)[0]), given, exact)
+            print(f"B{batch} T{length}, {options.heads} heads of {options.head}, states of {options.state}, ", end="")
+            print(f"{key_heads} groups")
+            arrays = drawn(batch, length, key_heads, options)
+            exact = exact_results(arrays)
+            for name in options.only:
+                measure(name, implementations[name](), arrays, exact)
             if options.profile:
-                profile(given)
-            measure("deltatune, chunk", OfMlx(lambda *a: gated_delta_chunk(*a, None)[0]), given, exact)
+                profile(arrays)
             mx.clear_cache()
-            measure("FLA simple_gla", SimpleGla(), given, exact)
-            measure("mamba-ssm chunk scan", Mamba2(), given, exact)
 
 
 if __name__ == "__main__":

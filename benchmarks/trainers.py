@@ -125,9 +125,10 @@ def lazy_model(described: dict[str, Any], bits: int, dtype: str = "bfloat16") ->
 
     from deltatune.models.load import new_model
 
+    nested = {"text_config": described} if described["model_type"].startswith("qwen3_5") else {}
     # new_model evaluates all weights at once, in fp32.
     with patch.object(mx, "eval", lambda *_: None):
-        model: Any = new_model({"text_config": described, **described})
+        model: Any = new_model(nested | described)
     keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
     kind = getattr(mx, dtype)
     model.update(tree_map_with_path(lambda path, x: x.astype(kind) if keeps(path) else x, model.parameters()))
@@ -166,7 +167,7 @@ def _has_whole_groups(_path: str, module: Any) -> bool:
 def deltatune(
     shape: Shape, checkpoint: bool, waits: bool = False, bits: int = 0, again: int | None = None, **options: str
 ) -> Iterator[Trainer]:
-    """deltatune's training step as train/engines/ make it, without data, files and screen.
+    """deltatune's training step as train/engine.py makes it, without data, files and screen.
 
     The next step is started before the result of one is read, as in training, unless each step `waits`. Weights are
     packed to `bits` if these are given. If `again` is given, cheap operators and so many layers are recomputed in
@@ -180,7 +181,7 @@ def deltatune(
     from deltatune.options.config import LoraConfig, TrainConfig
     from deltatune.plan.checkpoints import order_of
     from deltatune.train.distributed import World
-    from deltatune.train.engines.early_engine import may_start_early
+    from deltatune.train.engine import may_start_early
     from deltatune.train.freed_memory import FreedMemory
     from deltatune.train.launcher import Launcher
     from deltatune.train.setup import training

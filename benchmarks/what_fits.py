@@ -80,10 +80,10 @@ def prepared(name: str, bits: int, **options: Any) -> tuple[nn.Module, TrainConf
 def by_layers(name: str, bits: int, experts: int, length: int) -> int:
     """The bytes of a step whose layers are on the disk, but for two, and whose layers' inputs are there, too."""
     lora = LoraConfig(rank=8)
-    if "num_experts" in MODELS[name]:
+    if "num_experts_per_tok" in MODELS[name]:
         lora = LoraConfig(rank=8, rank_pattern={EXPERTS: experts}) if experts else LoraConfig(rank=8, exclude=[EXPERTS])
     # The plan does not depend on how much memory there is.
-    options: dict[str, Any] = {"grad_checkpoint": True, "optimizer": "adamw8bit", "memory": 1}
+    options: dict[str, Any] = {"grad_checkpoint": True, "optimizer": "adamw8bit", "memory": GIB}
     model, config, layout = prepared(name, bits, lora_parameters=lora, **options)
     # A command with --memory has small pieces of work.
     with patch.dict(PACES, cuda=gpu_pace(environment.SMALL_PIECE)):

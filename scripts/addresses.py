@@ -5,7 +5,8 @@ usage: scripts/addresses.py TAG
 
 GitHub's runners give the address in GITHUB_SERVER_URL and GITHUB_REPOSITORY. Without them the exit code is 2 and
 nothing is written, so that no release names a place that does not exist. README's links into the repository become
-addresses of TAG, since PyPI shows the page without the files. Only the release job runs this, on a checkout of its own.
+addresses of TAG, since PyPI shows the page without the files; pictures become addresses of the files themselves. Only
+the release job runs this, on a checkout of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def with_links(readme: str, place: str, tag: str, root: Path = ROOT) -> str:
 
     def absolute(match: re.Match[str]) -> str:
         kind = "tree" if (root / match[1]).is_dir() else "blob"
+        if match[1].endswith(".svg"):
+            kind = "raw"
         return f"]({place}/{kind}/{tag}/{match[1]}{match[2] or ''})"
 
     return LINK.sub(absolute, readme)

@@ -82,22 +82,20 @@ def check(llama_cpp: Path, family: str, folder: Path) -> str:
     Raises:
         ValueError: a matrix changes otherwise than by its update.
     """
-    theirs, mlx = test_peft.saved(folder, family)
+    checkpoint = test_peft.saved(folder, family)
     vocabulary = {str(number): number for number in range(seeded.VOCAB)}
     text = json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []})
-    for path in (theirs, mlx):
-        (path / "tokenizer.json").write_text(text)
-    described = json.loads((theirs / "config.json").read_text())
+    (checkpoint / "tokenizer.json").write_text(text)
+    described = json.loads((checkpoint / "config.json").read_text())
     if family in ("qwen3_5", "qwen3_next"):
         # The released models have such a layer, and the converter looks for it.
         described["mtp_num_hidden_layers"] = 1
-        (theirs / "config.json").write_text(json.dumps(described))
-    test_peft.adapted(mlx, folder / "adapter", keys=KEYS[family], scale=SCALE)
-    path = write_gguf_adapter(mlx, folder / "adapter", folder / "adapter.gguf", str(llama_cpp), base_model=str(theirs))
+        (checkpoint / "config.json").write_text(json.dumps(described))
+    test_peft.adapted(checkpoint, folder / "adapter", keys=KEYS[family], scale=SCALE)
+    path = write_gguf_adapter(checkpoint, folder / "adapter", folder / "adapter.gguf", str(llama_cpp))
     adapter = tensors(path)
-    merge_checkpoint(mlx, folder / "adapter", folder / "merged")
-    (folder / "merged" / "config.json").write_text(json.dumps(described))
-    base = model_file(llama_cpp, theirs, folder / "base.gguf")
+    merge_checkpoint(checkpoint, folder / "adapter", folder / "merged")
+    base = model_file(llama_cpp, checkpoint, folder / "base.gguf")
     merged = model_file(llama_cpp, folder / "merged", folder / "merged.gguf")
     worst = 0.0
     for name, value in base.items():

@@ -16,11 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "oracle"))
 
-from parity import continued, continued_theirs, distilled_theirs, pairs_theirs, record, vision_theirs
+from parity import ahead_theirs, continued, continued_theirs, distilled_theirs, pairs_theirs, record, vision_theirs
 
 from deltatune.selftest.parity.cases import CASES
 
-COMPARISONS = (record.TEXT, *(side.COMPARISON for side in (vision_theirs, pairs_theirs, distilled_theirs)))
+_OTHERS = (vision_theirs, pairs_theirs, distilled_theirs, ahead_theirs)
+COMPARISONS = (record.TEXT, *(side.COMPARISON for side in _OTHERS))
 ALL = {f"{side.folder}{name}": (side, name) for side in COMPARISONS for name in side.cases}
 
 

@@ -33,8 +33,8 @@ ALSO = (
     "tests/train/updates/test_loraplus.py",
     "tests/train/updates/test_routers.py",
 )
-# These tests run kernel texts on the host machine and compare them with float64.
-NOT = ("tests/ops/kernels", "tests/ops/pointwise")
+# These tests run kernel texts on the host machine and compare them with float64, or multiply nothing.
+NOT = ("tests/ops/kernels", "tests/ops/pointwise", "tests/ops/decoding", "tests/ops/operator", "tests/ops/tracing")
 PROBE = "from deltatune.machine import blas; print(blas.status().kernels)"
 
 

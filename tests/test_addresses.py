@@ -42,8 +42,9 @@ def test_a_release_names_its_repository(checkout, monkeypatch):
     places = re.findall(r"\]\(([^)\s]+)\)", (checkout / "README.md").read_text(encoding="utf-8"))
     assert len(places) > 8
     for link in [*places, urls["Documentation"], urls["Changelog"]]:
-        kind, file = re.fullmatch(rf"{PLACE}/(blob|tree)/v1.2.3/([^#]+)(?:#.*)?", link).groups()
+        kind, file = re.fullmatch(rf"{PLACE}/(blob|tree|raw)/v1.2.3/([^#]+)(?:#.*)?", link).groups()
         assert (ROOT / file).is_dir() == (kind == "tree")
+        assert file.endswith(".svg") == (kind == "raw")
         assert (ROOT / file).exists()
 
 

@@ -30,6 +30,9 @@ _NO_FUSE = 2
 # mlx-vlm: a Qwen3-VL model's addition to its first layers, and a SwitchGLU's last sum.
 DEEPSTACK = "_deepstack_process"
 COMBINE = "_combine"
+# mlx-vlm: the forward pass of a multi-token-prediction head.
+DRAFT_FORWARD = "_forward_hidden"
+_DRAFT_ARGUMENTS = ["token_embed", "hidden", "cache", "position_ids"]
 # mlx-lm: the frequencies of a scaled rotary embedding.
 ROPE_FREQUENCIES = "_freqs"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.
@@ -118,6 +121,23 @@ def model_classes(config: dict[str, Any]) -> tuple[type, Any]:
         raise ValueError(f"Model type {kind} not supported.")
     module = importlib.import_module(name)
     return module.Model, module.ModelArgs
+
+
+def draft_forward(head: Any) -> Callable[..., mx.array]:
+    """The forward pass of mlx-vlm's multi-token-prediction head of Qwen3.5.
+
+    It takes embeddings [B, T, D], hidden states [B, T, D], the caches of the head's layers and positions [1, T].
+
+    Raises:
+        UserError: mlx-vlm does not have it under this name, or with other arguments.
+    """
+    forward = getattr(head, DRAFT_FORWARD, None)
+    if forward is None or list(inspect.signature(forward).parameters) != _DRAFT_ARGUMENTS:
+        raise UserError(
+            "mtp: this version of mlx-vlm computes multi-token-prediction heads in another way than 0.7.10 does, with "
+            "which deltatune was tried: install mlx-vlm 0.7.10, or leave mtp out."
+        )
+    return forward
 
 
 def download(name: str) -> Path:
@@ -215,6 +235,12 @@ NAMES = (
         f"mlx_vlm.models.qwen3_vl.language.Qwen3VLModel.{DEEPSTACK}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.qwen3_vl.language", f"def {DEEPSTACK}("),
+    ),
+    PrivateName(
+        "mlx_vlm",
+        f"mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp.Qwen3_5MTPDraftModel.{DRAFT_FORWARD}",
+        "Multi-token-prediction heads are not trained: mtp is refused.",
+        lambda: _holds("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
         "mlx_vlm",

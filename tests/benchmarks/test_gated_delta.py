@@ -85,10 +85,10 @@ times.write_text(times.read_text() + "x" if times.exists() else "x")
 time.sleep(600) if times.read_text() == "x" else os._exit(3)
 """
     path, folder = tmp_path / "results.json", peer(stub)
-    options = ["--tiny", "--lengths", "64", "96", "--only", "FlashQLA", "deltatune chunk", "--limit", "12"]
+    options = ["--tiny", "--lengths", "64", "96", "--only", "FlashQLA", "deltatune chunk", "--limit", "8"]
     run(HERE / "gated_delta.py", path, *options, PYTHONPATH=folder)
     hung, broken, *right = json.loads(path.read_text())["records"]
-    assert hung["failed"] == "not done within 12 s"
+    assert hung["failed"] == "not done within 8 s"
     assert broken["failed"].startswith("its process ended with exit code 3")
     assert [record["agrees"] for record in right] == [True, True]
 

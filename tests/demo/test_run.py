@@ -21,21 +21,21 @@ from deltatune.models.load import load
 def short(tmp_path_factory):
     output, file = tmp_path_factory.mktemp("demo"), io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False))
-    code = flow.run_demo(output, iterations=12, questions=8, screen=screen)
+    code = flow.run_demo(output, iterations=8, questions=4, screen=screen)
     return code, output, file.getvalue(), screen.losses
 
 
 def test_a_short_run_learns_too_little_and_says_so_with_its_exit_code(short):
     code, _, shown, losses = short
     assert code == 1
-    assert "0.0% exactly right: 0 of 8 held-out messages" in shown
-    assert len(losses) == 12
+    assert "0.0% exactly right: 0 of 4 held-out messages" in shown
+    assert len(losses) == 8
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
 
 
 def test_mlx_lm_alone_gives_the_same_answers(short):
     _, output, shown, _ = short
-    assert "8 of 8 answers are the same" in shown
+    assert "4 of 4 answers are the same" in shown
     assert (output / "adapters.safetensors").is_file()
     assert json.loads((output / "adapter_config.json").read_text())["model"] == str(assets.MODEL)
 
@@ -66,7 +66,7 @@ def test_answers_of_mlx_lm_come_from_the_adapter(short):
 def test_the_report_holds_figures_curves_and_every_message(short):
     _, output, _, _ = short
     text = (output / "report.html").read_text(encoding="utf-8")
-    for item in task.draw(0, 8, task.held_out_name, held_out=True):
+    for item in task.draw(0, 4, task.held_out_name, held_out=True):
         assert item.message.split(",")[0].split("'")[0] in text
     assert "right before" in text
     assert text.count('"points": [[') >= 3
@@ -93,7 +93,7 @@ def test_a_short_run_of_rewards_shows_the_samples_and_the_rewards(tmp_path):
     """No right answer is in the texts that the model reads; the answers reach the rewards alone."""
     file = io.StringIO()
     screen = DemoScreen(Console(file=file, width=100, highlight=False))
-    assert rewarded.run_rewarded_demo(tmp_path, iterations=2, questions=8, screen=screen) == 1
+    assert rewarded.run_rewarded_demo(tmp_path, iterations=2, questions=4, screen=screen) == 1
     shown = file.getvalue()
     assert shown.count("exactly right: ") == 2
     assert len(screen.rewards) == 2
@@ -102,7 +102,7 @@ def test_a_short_run_of_rewards_shows_the_samples_and_the_rewards(tmp_path):
     assert all(row["answer"] in row["prompt"] for row in rows)
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Sampled answers" in report
-    assert all(item.message.split("'")[0] in report for item in task.draw(0, 8, task.held_out_name, held_out=True))
+    assert all(item.message.split("'")[0] in report for item in task.draw(0, 4, task.held_out_name, held_out=True))
 
 
 def test_the_page_has_the_numbers_of_the_demo_of_rewards():

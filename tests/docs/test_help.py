@@ -317,6 +317,10 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("--temperature", "--top-k"), "models/test_sampled_policy::test_the_policy_is_that_of_its_definition"
     ),
+    **dict.fromkeys(("--mtp", "--no-mtp"), "train/test_mtp::test_the_command_line_trains_and_plans"),
+    "--mtp-weight": "train/test_mtp::test_a_gradient_through_the_layers_is_an_option",
+    "--mtp-trunk-gradient": "train/test_mtp::test_a_gradient_through_the_layers_is_an_option",
+    "--draft": "train/test_mtp::test_the_command_line_drafts",
     "--teacher": "train/distillation/test_run::distilling",
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",

@@ -6,6 +6,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.export.module_names import AdaptedPlace, TransformersNames, check_layout, short
+from deltatune.models.transformers_configs import with_known_type
 from deltatune.selftest.parity import recording, vision
 from deltatune.selftest.parity.cases import CASES
 
@@ -14,13 +15,11 @@ def recorded(name):
     return json.loads((recording.FOLDER / f"{name}.json").read_text())
 
 
-# The experts of nemotron_h have names of their own, so an export refuses it.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "nemotron_h"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_linear_of_a_text_family(name):
     content, family = recorded(name), CASES[name].family
-    config, _ = family.readable(content["config"], {})
-    names = TransformersNames(config)
-    assert len(content["targets"]) > 10
+    names = TransformersNames(with_known_type(content["config"]))
+    assert len(content["targets"]) >= 4
     for target in content["targets"]:
         place = names.place(family.mlx_path(target))
         redirected = name == "qwen3_next" and target.endswith(("gate_proj", "up_proj", "down_proj"))
@@ -51,7 +50,34 @@ def test_experts_router_embedding_and_head(name):
     assert names.place(f"{root}model.{embedding}") == AdaptedPlace("model.embed_tokens")
 
 
+def test_experts_without_a_gate_and_modules_that_peft_refuses():
+    names = TransformersNames({"model_type": "nemotron_h"})
+    assert names.place("backbone.layers.3.mixer.switch_mlp.fc1") == AdaptedPlace(
+        "model.layers.3.mixer.experts", "up_proj"
+    )
+    assert names.place("backbone.layers.3.mixer.switch_mlp.fc2") == AdaptedPlace(
+        "model.layers.3.mixer.experts", "down_proj"
+    )
+    assert names.place("backbone.embeddings") == AdaptedPlace("model.embeddings")
+    granite = TransformersNames({"model_type": "granitemoehybrid"}).place(
+        "model.layers.0.block_sparse_moe.router.layer"
+    )
+    assert granite == AdaptedPlace("model.layers.0.block_sparse_moe.router", "weight")
+    mixer = ["layers.0.mixer.in_proj", "layers.0.mixer.out_proj"]
+    assert names.refused(mixer) == mixer[1:]
+    assert TransformersNames({"model_type": "qwen3_5"}).refused(mixer) == []
+
+
+def test_matrices_that_hold_multipliers_are_refused():
+    config = {"model_type": "falcon_h1", "ssm_out_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0]}
+    path = "model.layers.0.mamba.in_proj"
+    assert TransformersNames(config).place(path) == AdaptedPlace(path)
+    with pytest.raises(UserError, match=r"multiplies the matrices of a falcon_h1 model by \{'mlp_multipliers': \[0.9"):
+        TransformersNames(config | {"mlp_multipliers": [0.9, 1.0]}).place(path)
+
+
 def test_the_short_name_is_the_end_of_the_path_in_both_classes():
+    assert short("model.embeddings") == "embeddings"
     for root in ("model.", "model.language_model.", "base_model.model.model.", ""):
         assert short(f"{root}layers.3.self_attn.q_proj") == "layers.3.self_attn.q_proj"
         assert short(f"{root}embed_tokens") == "embed_tokens"

@@ -67,7 +67,6 @@ def test_layers_that_share_a_cache_run_on_whole_rows(tiny_model, monkeypatch):
     assert [carry is not None for carry in carries(model, describe(model))] == [False, False, True, True]
 
 
-def test_whole_rows_for_layers_without_a_cache_of_their_own(other_model, tiny_model):
-    for model, expected in ((other_model("nemotron_h"), [True, True, None]), (tiny_model("qwen3"), [True] * 4)):
-        found = carries(model, describe(model))
-        assert [carry is not None or None for carry in found] == expected
+def test_layers_that_decode_without_a_cache_carry_nothing(other_model, tiny_model):
+    for model, expected in ((other_model("nemotron_h"), [2, None, 0]), (tiny_model("qwen3"), [None] * 4)):
+        assert [carry.states for carry in carries(model, describe(model))] == expected

@@ -244,16 +244,27 @@ def test_quantising_again_is_measured(tiny_checkpoint, tmp_path, run, family, se
     assert len(run("merge", *flags, "--save-path", tmp_path / "plain", "--dequantize")[1].splitlines()) == 1
 
 
-def test_a_head_that_sanitize_removes_from_the_model(tmp_path):
-    """mlx-lm's sanitize of Gemma 3 takes a tied head out of the model, and fails where the model has none any more."""
-    case, reference = CASES["gemma3"], recording.read("gemma3")
-    config, weights = case.family.readable(reference.config, reference.weights(case))
-    assert "lm_head.weight" not in weights
+# In gemma3, mlx-lm's sanitize takes a tied head out of the model, and fails where the model has none any more; in
+# falcon_h1 it multiplies matrices by numbers of the config, in place.
+SANITIZED = {
+    "gemma3": {},
+    "falcon_h1": {
+        "ssm_out_multiplier": 0.3,
+        "mlp_multipliers": [0.7, 0.6],
+        "ssm_multipliers": [0.5, 0.7, 1.2, 1.5, 0.8],
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gemma3", "lora"), ("falcon_h1", "lora"), ("falcon_h1", "full")])
+def test_a_model_that_sanitize_changes(family, kind, tmp_path):
+    case, reference = CASES[family], recording.read(family)
+    config, weights = reference.config | SANITIZED[family], reference.weights(case)
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(base / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
-    adapted = adapt(base, tmp_path / "adapter")(TOKENS)
+    adapted = adapt(base, tmp_path / "adapter", kind)(TOKENS)
     merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
     merged, _ = load_model(tmp_path / "merged")
     assert_same(adapted, merged, lambda: merged(TOKENS))

@@ -22,7 +22,7 @@ ALWAYS = [
     "model", "data", "hf_dataset", "fine_tune_type", "from_scratch", "loss", "neftune_noise_alpha",
     "optimizer", "grad_clip", "grad_accumulation_steps", "seed", "lora_parameters", "resize_embeddings", "batch_size",
     "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming", "test", "val_batches", "pack",
-    "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite", "parts",
+    "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite",
     "clear_cache_threshold", "report_to", "trust_remote_code", "force", "text_feature",
     "prompt_feature", "completion_feature", "chat_feature",
 ]  # fmt: skip
@@ -42,6 +42,10 @@ CASES = {
         ("rloo", GRPO, {}),
     ],
     "beta": [(0.1, {"loss": "kto"}, {}), (0.3, {"loss": "orpo"}, {})],
+    "mtp": [(True, {}, {"loss": "dpo"}), ("only", {}, {"from_scratch": True}), (True, {}, {"memory": "4GB"})],
+    "mtp_weight": [(0.1, {"mtp": True}, {"mtp": "only"})],
+    "mtp_trunk_gradient": [(True, {"mtp": True}, {})],
+    "parts": [("vision", {}, {"mtp": "only"})],
     "gamma": [(0.5, {"loss": "simpo"}, {}), (1.0, {"loss": "simpo"}, {"loss": "dpo"})],
     "label_smoothing": [
         (0.1, {"loss": "dpo", "loss_variant": "robust"}, {}),
@@ -298,7 +302,7 @@ def test_flags_of_other_commands_that_would_change_nothing_are_refused(run, word
 
 
 def test_conditions_of_other_commands_name_options():
-    of_eval = {"num_fewshot", "limit", "apply_chat_template", "include_path"}
+    of_eval = {"num_fewshot", "limit", "apply_chat_template", "include_path", "draft"}
     assert listed(TASKS) <= of_eval | fields_of(TrainConfig).keys()
     options = {field.name for kind in (GenerateOptions, ChatOptions) for field in dataclasses.fields(kind)}
     assert listed(ANSWERS) <= options

@@ -32,6 +32,8 @@ FAULTS: list[tuple[str, dict[str, Any], int]] = [
     ("jamba", {"num_experts_per_tok": 2}, 0),
     ("ernie4_5_moe", {"moe_k": 2}, 0),
     ("falcon_h1", {"key_multiplier": 0.5}, 0),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}, 0),
+    ("mamba2", {"n_groups": 2}, 0),
     # Transformers reads "gelu" in a config of Gemma as the approximation, too.
     ("gemma", {}, 0),
     ("gpt_bigcode", {"activation_function": "gelu_pytorch_tanh"}, 0),

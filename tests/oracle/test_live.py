@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 import pytest
-from parity import distilled, pairs
+from parity import ahead, distilled, pairs
 
 from deltatune.selftest.parity import cases, recording, vision
 from deltatune.selftest.parity.cases import FALL, NUDGED_LIMIT, ROUTE_LIMIT
@@ -20,6 +20,7 @@ KINDS = {
     "images": ("vision_theirs", "COMPARISON", vision.CASES),
     "preferences": ("pairs_theirs", "COMPARISON", pairs.CASES),
     "distillation": ("distilled_theirs", "COMPARISON", distilled.CASES),
+    "heads": ("ahead_theirs", "COMPARISON", ahead.CASES),
 }
 CASES = [(kind, name) for kind, (*_, of_kind) in KINDS.items() for name in of_kind]
 RECORDED = [(kind, name) for kind, name in CASES if getattr(KINDS[kind][2][name], "recorded", True)]

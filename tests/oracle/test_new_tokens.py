@@ -41,19 +41,19 @@ def test_rows_of_new_tokens(name, tied, tmp_path, monkeypatch):
     case, plain_batch = CASES[name], seeded.batch
     monkeypatch.setattr(seeded, "batch", lambda step: with_new_tokens(plain_batch(step)))
     monkeypatch.setattr("test_peft.TOKENS", seeded.batch(0).tokens[:2, :19].astype(np.int64))
-    theirs, mlx = saved(tmp_path, name, tie_word_embeddings=tied)
-    model, _ = load_model(mlx)
+    folder = saved(tmp_path, name, tie_word_embeddings=tied)
+    model, _ = load_model(folder)
     tables = token_tables(model)
     assert len(tables) == 2 - tied
     add_rows(model, dict.fromkeys(tables, NEW))
     convert_to_lora(model, LoraConfig(rank=3, scale=1.5, keys=["*.down_proj", "*.[qkvo]_proj"]))
     model.update(tree_map_with_path(drawn, model.trainable_parameters()))
     save_adapters(model, tmp_path / "adapter", {})
-    found = write_peft(mlx, tmp_path / "adapter", tmp_path / "peft", str(theirs))
+    found = write_peft(folder, tmp_path / "adapter", tmp_path / "peft", str(folder))
     assert found.config[OPTION]["embed_tokens"] == [seeded.VOCAB, seeded.VOCAB + 1]
     assert any(f"resize_token_embeddings({seeded.VOCAB + NEW})" in note for note in found.notes)
 
-    base = theirs_loaded(theirs)
+    base = theirs_loaded(folder)
     base.resize_token_embeddings(seeded.VOCAB + NEW)
     trained = peft.PeftModel.from_pretrained(base, tmp_path / "peft", is_trainable=True)
     assert np.abs(their_logits(trained) - our_logits(model)).max() < TOLERANCE
@@ -74,8 +74,8 @@ def test_rows_of_new_tokens(name, tied, tmp_path, monkeypatch):
     )
     assert np.abs(np.subtract(run.losses, mine.losses)).max() < LOSS_TOLERANCE
     trained.save_pretrained(tmp_path / "saved")
-    import_peft(mlx, tmp_path / "saved", tmp_path / "imported")
-    back, _ = load_model(mlx)
+    import_peft(folder, tmp_path / "saved", tmp_path / "imported")
+    back, _ = load_model(folder)
     load_adapters(back, tmp_path / "imported")
     for path, table in grown_tables(back).items():
         assert mx.abs(table.new_rows - grown[path].new_rows).max().item() < TOLERANCE

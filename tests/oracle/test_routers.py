@@ -22,12 +22,12 @@ LENGTHS = (19, 11)
 def test_the_load_balancing_loss_is_that_of_transformers(tmp_path, family):
     import torch
 
-    theirs, mlx = saved(tmp_path, family)
+    folder = saved(tmp_path, family)
     mask = (np.arange(TOKENS.shape[1]) < np.array(LENGTHS)[:, None]).astype(np.int64)
     given = {"input_ids": torch.from_numpy(TOKENS), "attention_mask": torch.from_numpy(mask)}
     with torch.no_grad():
-        expected = theirs_loaded(theirs)(**given, output_router_logits=True, use_cache=False).aux_loss.item()
-    model, _ = load_model(mlx)
+        expected = theirs_loaded(folder)(**given, output_router_logits=True, use_cache=False).aux_loss.item()
+    model, _ = load_model(folder)
     model.train()
     tokens, weights = TOKENS.astype(np.int32), mask.astype(np.float32)
     batch = Batch(tokens, tokens, weights, None, (("x",),) * 2, tuple((length,) for length in LENGTHS))

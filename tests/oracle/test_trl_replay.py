@@ -1,31 +1,37 @@
-"""Training on preferences, and distillation, against recorded runs of TRL: same start, batches, optimizer; no torch."""
+"""Preferences, distillation and heads against recorded runs of TRL and torch: same start, batches, optimizer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
-from parity import distilled, pairs, pairs_ours
+from parity import ahead, distilled, pairs, pairs_ours
 from parity.faults import falls, recorded
 
+from deltatune.models.mtp import two_ahead
 from deltatune.ops import divergence
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import initial_adapters
+from deltatune.train import mtp_loss
 from deltatune.train.preferences import objectives
 
 CASES = {f"pairs/{name}": (case, pairs_ours.run) for name, case in pairs.CASES.items() if case.recorded}
 CASES |= {f"distilled/{name}": (case, distilled.run) for name, case in distilled.CASES.items()}
+CASES |= {f"ahead/{name}": (case, ahead.run) for name, case in ahead.CASES.items()}
 
 
 def replay(name: str) -> recording.Difference:
     (case, run), reference = CASES[name], recorded(name)
     weights = case.model.family.weights(reference.shapes)
-    drawn = pairs.checksums(weights) if name.startswith("pairs") else distilled.checksums(case, weights)
+    checksums = {"pairs": pairs.checksums, "ahead": recording.checksums}.get(name.split("/")[0])
+    drawn = distilled.checksums(case, weights) if checksums is None else checksums(weights)
     assert drawn == reference.checksums
     return reference.compare(run(case, reference.config, weights, initial_adapters(reference.targets)))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_loss_and_the_final_adapters_are_those_of_trl(name):
+def test_every_loss_and_the_final_adapters_are_those_of_the_reference(name):
     assert falls(recorded(name).losses)
     found = replay(name)
     assert found.small, found
@@ -54,7 +60,22 @@ def sides_exchanged(monkeypatch):
     monkeypatch.setattr(divergence, "divergence", lambda logits, known, *more: plain(mx.array(known), logits, *more))
 
 
+def gradient_in_the_trunk(monkeypatch):
+    case, run = CASES["ahead/beside"]
+    monkeypatch.setitem(CASES, "ahead/beside", (replace(case, trunk_gradient=True), run))
+
+
+def tokens_before(monkeypatch):
+    def late(model):
+        run = two_ahead(model)
+        return lambda hidden, following: run(hidden, mx.roll(following, 1, axis=1))
+
+    monkeypatch.setattr(mtp_loss, "two_ahead", late)
+
+
 FAULTS = {
+    "a gradient of the head in the trunk": (gradient_in_the_trunk, "ahead/beside"),
+    "the token of the position in place of the next": (tokens_before, "ahead/only"),
     "no reference": (no_reference, "pairs/dpo"),
     "the likelihood of answers alone": (answers_alone_in_the_likelihood, "pairs/orpo"),
     "the sides of the divergence exchanged": (sides_exchanged, "distilled/forward"),

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
+from deltatune.models.vision.inputs import ImageShapes
 from deltatune.ops import cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
 from deltatune.ops.experts import block
@@ -45,13 +46,29 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     assert len(few.chosen) <= 8
     every = few.every._replace(shortened=False)
     active = mx.get_active_memory()
-    whole, planned = (forecast_step(model, config, BatchShape(1, 192), layout, layers) for layers in (every, few))
+    whole, planned = (forecast_step(model, config, BatchShape(1, 128), layout, layers) for layers in (every, few))
     assert list(map(id, model.layers)) == paths
     assert mx.get_active_memory() - active < 1 << 16, "nothing is computed"
     # MLX's order differs from layer to layer by a few arrays, a hundredth of the memory of so small a model.
     assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.015)
     assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
     assert (planned.counts, planned.sizes) == (whole.counts, whole.sizes)
+
+
+@pytest.mark.parametrize(("family", "recomputed"), [("qwen3_5", True), ("qwen3_vl", False), ("qwen3_vl", True)])
+def test_a_step_with_images_is_computed_from_a_few(tiny_vision_model, family, recomputed):
+    """Qwen3-VL's images enter its first layers, too; the tower alone needs the most where layers are recomputed."""
+    model, config = tiny_vision_model(family, num_hidden_layers=LAYERS), TrainConfig(grad_checkpoint=recomputed)
+    prepare(model, config)
+    few, layout = few_layers(model, EVERY if recomputed else Checkpoints()), ArrayLayout.measured()
+    assert len(few.chosen) <= 8
+    shape = BatchShape(1, 192, ImageShapes(3, 640))
+    whole, planned = (
+        forecast_step(model, config, shape, layout, layers) for layers in (few.every._replace(shortened=False), few)
+    )
+    assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.01)
+    assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
+    assert planned.bytes.where == whole.bytes.where
 
 
 LONG = {
@@ -77,9 +94,11 @@ def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkey
     monkeypatch.setattr(block, "CPU_CHUNK_BYTES", 1)
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     family, options = LONG[name]
-    model, config = tiny_model(family, **SIZES | {"num_hidden_layers": 4}), TrainConfig(num_layers=-1, **options)
+    both_kinds = {} if family == "qwen3" else {"full_attention_interval": 2}
+    model = tiny_model(family, **SIZES | {"num_hidden_layers": 2} | both_kinds)
+    config = TrainConfig(num_layers=-1, **options)
     prepare(model, config)
-    few, layout = few_layers(model, Checkpoints(range(4) if config.grad_checkpoint else ())), ArrayLayout.measured()
+    few, layout = few_layers(model, Checkpoints(range(2) if config.grad_checkpoint else ())), ArrayLayout.measured()
     shape = BatchShape(1 + (config.loss == "orpo"), 512, preferences=int(config.loss == "orpo"))
     whole, planned = (
         forecast_step(model, config, shape, layout, few._replace(shortened=shortened)) for shortened in (False, True)

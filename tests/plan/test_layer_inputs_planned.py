@@ -11,7 +11,7 @@ from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape, blank_batch
 from layer_runs import by_layers, loaded, options
 
-LAYERS = 12
+LAYERS = 10
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="other devices hold arrays for as long as their queue is")

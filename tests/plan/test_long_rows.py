@@ -19,10 +19,10 @@ from deltatune.train.step import Step
 from deltatune.train.updates.optimizer import build_optimizer
 
 pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
-LAYERS, HIDDEN = 4, 256
+LAYERS, HIDDEN = 2, 256
 # Bytes of one activation of the layers' width, for a token.
 ACTIVATION = 4 * HIDDEN
-LENGTHS = (256, 512)
+LENGTHS = (256, 384)
 
 
 @pytest.fixture
@@ -34,7 +34,8 @@ def model_and_config(tiny_model, monkeypatch):
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     gc.collect()
     before = mx.get_active_memory()
-    model = tiny_model("qwen3_5", num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN)
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN}
+    model = tiny_model("qwen3_5", full_attention_interval=LAYERS, **sizes)
     config = TrainConfig(grad_checkpoint=True, lora_parameters=LoraConfig(rank=4))
     prepare(model, config)
     mx.eval(model.parameters())

@@ -57,6 +57,16 @@ def test_two_plans_are_enough_where_the_memory_without_tokens_is_known():
     assert tried == [2675, 4096]
 
 
+def test_memory_that_bends_down_is_not_searched_from_the_largest_value():
+    """A long row is traced in pieces, whose memory a token is less than that of a short row."""
+    attempt, tried = planned(lambda v: 1_680 + (4.4 * v if v < 3_000 else 4_200 + 3.0 * v))
+    fixed, known = attempt(0), {2048: attempt(2048)}
+    tried.clear()
+    found = largest(attempt, DeviceLimits(None, 25_280, "", ""), known, range(32, 262_145, 32), fixed)
+    assert 6_300 <= found.value <= 6_466
+    assert len(tried) <= 4, tried
+
+
 def test_no_values_are_none():
     limits, none = DeviceLimits(None, 1, "", ""), Largest(0, more=False)
     assert largest(None, limits, {}, range(1, 1)) == none

@@ -24,8 +24,7 @@ from deltatune.data import Batch, Splits
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.train import Trainer, compiled, iterations
-from deltatune.train.engines import early_engine
+from deltatune.train import Trainer, compiled, engine, iterations
 from deltatune.train.iterations import Iterations
 from deltatune.train.progress import Result
 from deltatune.train.reports.screen import Screen
@@ -184,15 +183,15 @@ def traced_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_starts(traced_ahead: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was."""
     during: list[int] = []
-    plain = early_engine.EarlyEngine._start_next
+    plain = engine.EarlyEngine._start_next
 
     def start_next(self: Any, after_update: bool) -> None:
         during.append(self.state.progress.iteration + 1)
         plain(self, after_update)
 
-    monkeypatch.setattr(early_engine, "may_start_early", lambda *_: True)
+    monkeypatch.setattr(engine, "may_start_early", lambda *_: True)
     monkeypatch.setattr(iterations, "LONGEST", 1e9)
-    monkeypatch.setattr(early_engine.EarlyEngine, "_start_next", start_next)
+    monkeypatch.setattr(engine.EarlyEngine, "_start_next", start_next)
     return during
 
 

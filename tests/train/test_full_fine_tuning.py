@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltatune.plan.views import VIEWS
+from deltatune.plan.primitives import VIEWS
 
 # What stands for a launch in a graph of pretended.py, and views.
 STANDS_FOR_A_LAUNCH = {"Full", "Broadcast", *VIEWS}

@@ -38,7 +38,7 @@ from ..train.setup import Run
 
 
 class PlannedWeights(Protocol):
-    """The places of a model's weights within a bound of memory, as a plan chooses them (plan.placement.Placed)."""
+    """The places of a model's weights within a bound of memory, as a plan chooses them (plan.placement.Placement)."""
 
     def said(self, unit: str) -> list[Fact | str]:
         """Return the lines on it, where every `unit` reads all layers once."""
@@ -78,7 +78,7 @@ class Session(Inference):
     ):
         options = options or AnswerOptions(str(loaded.path))
         sampling = Sampling(options.temp, options.top_p, options.min_p, options.top_k)
-        super().__init__(loaded, sampling, chat=chat, extra_ends=options.extra_eos_token)
+        super().__init__(loaded, sampling, chat=chat, extra_ends=options.extra_eos_token, draft=options.draft)
         self.template_options = template_options
         self._options = options
         self._placed = False
@@ -217,6 +217,7 @@ def _load(options: AnswerOptions, media: str | None) -> Loaded:
         options.model,
         options.adapter_path,
         bare=bounded,
+        mtp=options.draft,
         lazy=bounded,
         trust_remote_code=options.trust_remote_code,
         image=media,

@@ -35,6 +35,11 @@ HELP = "print loss and perplexity on test.jsonl, or figures on tasks of lm-eval"
 def add(parser: argparse.ArgumentParser) -> None:
     add_adapter(parser)
     add_options(parser, OPTIONS, _OF_ADAPTER)
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help="also print the loss of the multi-token-prediction head, and the share of its tokens that are accepted",
+    )
     add_fields(parser.add_argument_group("tasks of lm-eval, in place of data"), TaskOptions)
 
 
@@ -46,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     flags = flag_names(TrainConfig, given_flags(TrainConfig, arguments))
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:
-        refuse_unread(TASKS, flags, tasks)
+        refuse_unread(TASKS, flags | ({"draft": "--draft"} if arguments.draft else {}), tasks)
         evaluate_tasks(config, tasks, adapter)
         return 0
     if not config.trust_remote_code:
         startup.leave_torch_out()
-    evaluate(config, adapter, flags)
+    evaluate(config, adapter, flags, draft=arguments.draft)
     return 0
 
 
@@ -104,13 +109,16 @@ def _session_options(config: TrainConfig, adapter_path: str | None) -> AnswerOpt
     )
 
 
-def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, str] | None = None) -> float:
+def evaluate(
+    config: TrainConfig, adapter_path: str | None, flags: Mapping[str, str] | None = None, *, draft: bool = False
+) -> float:
     """Print and return a model's loss per token on the test set.
 
     Args:
         config: Options of a run, of which the model, the data and the batches matter here.
         adapter_path: The folder of an adapter to put on the model, or None for the model alone.
         flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
+        draft: Whether to evaluate the multi-token-prediction head as well.
     """
     from ..answering.session import Session
     from ..data.vision.media import picture_options
@@ -119,10 +127,12 @@ def evaluate(config: TrainConfig, adapter_path: str | None, flags: Mapping[str, 
     from ..train.reports.screen import Screen
     from ..train.setup import ready
 
+    if draft and config.memory is not None:
+        raise UserError("--draft: the head is evaluated with the whole model in memory; leave --memory out.")
     variables = template_options(adapter_path, config.chat_template_config) or None
     pictures = picture_options(vars(config), adapter_path)
     config = dataclasses.replace(
-        config, train=False, test=True, from_scratch=False, chat_template_config=variables, **pictures
+        config, train=False, test=True, from_scratch=False, mtp=draft, chat_template_config=variables, **pictures
     )
     run = ready(config, lazy=config.memory is not None, adapter_path=adapter_path)
     refuse_unread(TRAINING, flags or {}, config, run.splits.facts)

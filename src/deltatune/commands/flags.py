@@ -83,6 +83,8 @@ class Parser(argparse.ArgumentParser):
             known = [word.strip(" '") for word in command[2].split(",")]
             message = message.split(": ", 1)[0] + f": {command[1]!r} is not one of {', '.join(known)}"
             message += nearest(command[1], known)
+        message = re.sub("invalid int value: (.*)", r"expected a whole number, got \1", message)
+        message = re.sub("invalid float value: (.*)", r"expected a number such as 0.1, got \1", message)
         ranks.say_error(f"{self.prog}: {message}\nSee {self.prog} --help.")
         raise SystemExit(2)
 

@@ -94,9 +94,11 @@ def _say_speeds(last: Any, on_host: int) -> None:
     from ..train.reports.columns import gigabytes
 
     peak = last.peak_memory - on_host / 1e9
+    drafted = getattr(last, "drafted", 0)
+    drafts = f"; {last.accepted:,} of {drafted:,} drafted tokens accepted" if drafted else ""
     print(
         f"[{last.prompt_tokens:,} prompt tokens at {last.prompt_tps:,.1f}/s; {last.generation_tokens:,} generated "
-        f"at {last.generation_tps:,.1f}/s; peak memory {gigabytes(peak)}]"
+        f"at {last.generation_tps:,.1f}/s{drafts}; peak memory {gigabytes(peak)}]"
     )
 
 

@@ -60,10 +60,10 @@ def _bounded(config: TrainConfig) -> int:
     for note in run.notes:
         say(note)
     try:
-        placed = placement.placed(run)
+        placed, _ = placement.placed(run)
     except placement.TooLittleMemoryError as error:
         say(str(error))
         return 1
-    for fact in placed.placement.said():
+    for fact in placed.said():
         say(str(fact))
     return 0

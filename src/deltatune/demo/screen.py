@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -79,16 +80,10 @@ class DemoScreen(Screen):
     def say(self, told: str | Fact) -> None:
         """Leave out the trainer's lines."""
 
-    def training(self, record: Record, total: int, left: float) -> None:
-        """Leave out the trainer's figures, but keep the mean reward, which the bar shows in the place of the loss."""
+    def report(self, record: Record, **_: Any) -> None:
+        """Leave out the trainer's records, but keep the mean reward, which the bar shows in the place of the loss."""
         if "reward" in record:
             self.rewards.append(record["reward"])
-
-    def samples(self, record: Record) -> None:
-        """Leave out the answers that the trainer shows."""
-
-    def validation(self, record: Record, *, best: bool) -> None:
-        """Leave out the trainer's figures."""
 
     def start(self, done: int, total: int) -> None:
         """Show the progress bar where the output is a terminal."""

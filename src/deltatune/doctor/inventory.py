@@ -8,12 +8,14 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
-from ..machine import blas, blas_fault, environment
+from ..machine import backend, blas, blas_fault, environment
 from ..ops.operator import verdicts
+from ..ops.products.quantized_product import dense_product
 from ..upstream import libmlx
 
 _SIDE, _TIMES, _SECONDS = 768, 4, 0.5
@@ -32,17 +34,20 @@ def machine() -> dict[str, str]:
     facts["BLAS file"] = blas_fault.probe().library or "not found"
     facts["BLAS speed"] = f"{speed():,.1f} GFLOP/s on fp32 matrices of {_SIDE} x {_SIDE}"
     facts["fp32"] = _fp32(here)
+    if backend.computes_in_fp32():
+        facts["bf16"] = f"products through fp32, {speed(dense_product, mx.bfloat16):,.1f} GFLOP/s on the same sizes"
     return facts
 
 
-def speed() -> float:
-    """The speed of an fp32 product on the CPU in GFLOP/s: the best of up to four runs within half a second."""
-    a = mx.random.normal((_SIDE, _SIDE), key=mx.random.key(0), stream=mx.cpu)
+def speed(product: Callable[[mx.array, mx.array], mx.array] = mx.matmul, dtype: mx.Dtype = mx.float32) -> float:
+    """The speed of a product on the CPU in GFLOP/s: the best of up to four runs within half a second."""
+    a = mx.random.normal((_SIDE, _SIDE), dtype, key=mx.random.key(0), stream=mx.cpu)
     mx.eval(a)
     best, begun = float("inf"), time.perf_counter()
     for _ in range(_TIMES):
         start = time.perf_counter()
-        mx.eval(mx.matmul(a, a, stream=mx.cpu))
+        with mx.stream(mx.cpu):
+            mx.eval(product(a, a))
         best = min(best, time.perf_counter() - start)
         if time.perf_counter() - begun > _SECONDS:
             break

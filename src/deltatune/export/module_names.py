@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import UserError
 
-_EXPERT = re.compile(r"^(?P<block>.+)\.switch_mlp\.(?P<matrix>gate|up|down)_proj$")
+_EXPERT = re.compile(r"^(?P<block>.+)\.switch_mlp\.(?:(?P<matrix>gate|up|down)_proj|(?P<layer>fc[12]))$")
+# The parameters of experts without a gate.
+_UNGATED = {"fc1": "up_proj", "fc2": "down_proj"}
 _PREFIX = re.compile(
-    r"^(?:base_model\.)?(?:model\.)*(?:language_model\.)?(?:model\.)?(?=(?:layers|embed_tokens|lm_head)\b)"
+    r"^(?:base_model\.)?(?:model\.)*(?:language_model\.)?(?:model\.)?(?=(?:layers|embed_tokens|embeddings|lm_head)\b)"
 )
 _VISION_PREFIX = re.compile(r"^(?:model\.)*(?=visual\.)")
 # Families without a record name their modules alike in mlx-lm and transformers if these are where causal models have
@@ -31,17 +35,21 @@ class FamilyRecord:
 
     Args:
         renames: Regular expressions and replacements that turn a path of mlx-lm or mlx-vlm into one of transformers.
-        experts: Whether transformers holds the experts of a layer as two parameters of a module `mlp.experts`.
-        router: Whether the router `mlp.gate` is a module of transformers' own, of which PEFT can adapt only the
-            parameter `weight`.
+        experts: Whether transformers holds the experts of a layer as two parameters of a module `experts`.
+        router: Whether the router, `mlp.gate` or `router`, is a module of transformers' own, of which PEFT can adapt
+            only the parameter `weight`.
         redirected: Whether PEFT, from transformers 5 on, takes every module named gate_proj, up_proj or down_proj for
             the experts. Such a module is then adapted as a parameter, which has the same tensors.
+        mamba: Whether PEFT refuses an adapter of a mixer's out_proj, which Mamba's kernels read without its module.
+        multipliers: Options that mlx-lm multiplies into the matrices, in which transformers' adapters are not.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     experts: bool = False
     router: bool = False
     redirected: bool = False
+    mamba: bool = False
+    multipliers: tuple[str, ...] = ()
 
 
 _LANGUAGE_MODEL = (
@@ -67,6 +75,20 @@ RECORDS: dict[str, FamilyRecord] = {
         ),
         experts=True,
         router=True,
+    ),
+    "nemotron_h": FamilyRecord(((r"^backbone\.", "model."),), experts=True, mamba=True),
+    "granitemoehybrid": FamilyRecord(((r"\.router\.layer$", ".router"),), experts=True, router=True),
+    "mamba2": FamilyRecord(mamba=True),
+    "falcon_h1": FamilyRecord(
+        mamba=True,
+        multipliers=(
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "mlp_multipliers",
+            "ssm_in_multiplier",
+            "ssm_multipliers",
+            "ssm_out_multiplier",
+        ),
     ),
     "olmo_hybrid": FamilyRecord(),
     "qwen3": FamilyRecord(),
@@ -104,6 +126,11 @@ class TransformersNames:
         self._model_type: str = config["model_type"]
         self._record = RECORDS.get(self._model_type.removesuffix("_text")) or RECORDS.get(self._model_type)
         self._nested = "text_config" in config
+        self._multipliers = {
+            name: config[name]
+            for name in (self._record.multipliers if self._record else ())
+            if set(np.atleast_1d(config.get(name) or 1.0)) != {1.0}
+        }
 
     def place(self, path: str) -> AdaptedPlace:
         """Find the place of the module `path` of mlx-lm or mlx-vlm.
@@ -122,16 +149,28 @@ class TransformersNames:
         record = record or FamilyRecord()
         if expert and not record.experts:
             raise UserError(f"{path}: transformers has no experts in a {self._model_type} model; check --model.")
+        if self._multipliers:
+            raise UserError(
+                f"{path}: mlx-lm multiplies the matrices of a {self._model_type} model by {self._multipliers}, and the "
+                "adapter is for those products. Merge it instead: deltatune merge, or --to merged."
+            )
+        if expert and expert["layer"]:
+            return AdaptedPlace(self._translate(expert["block"], record) + ".experts", _UNGATED[expert["layer"]])
         if expert:
             half = expert["matrix"] if expert["matrix"] != "down" else None
             parameter = "gate_up_proj" if half else "down_proj"
             return AdaptedPlace(self._translate(expert["block"], record) + ".experts", parameter, half)
         module = self._translate(path, record)
-        if (record.router and module.endswith(".mlp.gate")) or (
+        if (record.router and module.endswith((".mlp.gate", ".router"))) or (
             record.redirected and module.endswith((".gate_proj", ".up_proj", ".down_proj"))
         ):
             return AdaptedPlace(module, "weight")
         return AdaptedPlace(module)
+
+    def refused(self, modules: Iterable[str]) -> list[str]:
+        """Return those of the exported modules for which PEFT refuses an adapter."""
+        mamba = self._record is not None and self._record.mamba
+        return [module for module in modules if mamba and module.endswith(".out_proj")]
 
     def places(self, paths: Iterable[str]) -> Places:
         """Return the places of the modules `paths`; those without one are left out."""

@@ -17,6 +17,7 @@ from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import read_config
+from ..lora.select import MTP
 from ..lora.tensor_files import write_tensors
 from ..models.adapted_base import load_base
 from ..models.checkpoint_writer import unwritten_ends
@@ -80,9 +81,20 @@ def write_peft(
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
     model = load_base(path, adapter_path)
     load_adapters(model, adapter_path)
+    head = model.pop(MTP, None)
+    if not adapters(model):
+        raise UserError(
+            f"{adapter_path}: it updates the multi-token-prediction head alone, for which transformers has no class; "
+            "export it with --to merged."
+        )
     if one_alpha:
         _give_one_alpha(list(adapters(model).values()))
     exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
+    if head is not None:
+        exported.notes.append(
+            "The updates of the multi-token-prediction head are left out, since transformers has no class for it; "
+            "export --to merged carries them."
+        )
     if ends := unwritten_ends(path):
         exported.notes.append(
             "The base's generation_config.json lacks an end token that its tokenizer names: give transformers' "
@@ -133,12 +145,18 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
             exported.add_linear(path, place, adapter)
     for target, matrices in experts.items():
         # PEFT wraps an adapted down_proj around it.
-        nested = target.endswith(".gate_up_proj") and target.replace(".gate_up_proj", ".down_proj") in experts
+        module, _, parameter = target.rpartition(".")
+        nested = parameter != "down_proj" and f"{module}.down_proj" in experts
         exported.add_experts(target, matrices, nested)
     tensors, exported.new_rows, notes = to_peft_rows(model, names, _ROOT)
     exported.tensors |= tensors
     exported.notes += notes
     first = next(iter(adapters(model).values()))
+    if refused := names.refused(exported.modules):
+        exported.notes.append(
+            f"PEFT refuses this adapter, since Mamba's kernels read {refused[0]} without its module; other readers of "
+            'the format may take it. For PEFT, train with lora_parameters exclude ["*.out_proj"], or merge the adapter.'
+        )
     finished = exported.finish(first, base_model)
     _name_class(finished, config)
     return finished

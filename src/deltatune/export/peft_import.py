@@ -257,8 +257,8 @@ class _Gathered:
         """Add the adapter of a parameter that holds the matrices of all experts."""
         module = name.removesuffix(".base_layer")
         parameter = self._parameter(module, name)
-        halves = HALVES if parameter == "gate_up_proj" else ("down",)
-        paths = {half: self._places.get((module, parameter, half if half != "down" else None)) for half in halves}
+        halves = HALVES if parameter == "gate_up_proj" else (None,)
+        paths = {half: self._places.get((module, parameter, half)) for half in halves}
         first = next(iter(paths.values()))
         if first is None:
             self.strangers.append(name)
@@ -272,7 +272,7 @@ class _Gathered:
         read = from_early_peft if self._from_early_peft(sizes, (input_size(matrix), rows)) else from_peft
         a, b = read(leaves["A"], leaves["B"], experts)
         scale = self._scale(f"{module}.{parameter}", a.shape[1])
-        parts = split(a, b, halves) if len(halves) > 1 else {"down": (a, b)}
+        parts = split(a, b, HALVES) if len(halves) > 1 else {None: (a, b)}
         for half, (part_a, part_b) in parts.items():
             path = paths[half]
             assert path is not None
@@ -300,17 +300,18 @@ class _Gathered:
     def _parameter(self, module: str, name: str) -> str:
         """The parameter that the adapter `name` of an expert layer adapts: PEFT says so by nesting alone."""
         targets: Iterable[str] = self._config.get("target_parameters") or ()
-        full = {parameter: f".{module}.{parameter}" for parameter in ("gate_up_proj", "down_proj")}
+        gated = (module, "gate_up_proj", HALVES[0]) in self._places
+        first = "gate_up_proj" if gated else "up_proj"
+        full = {parameter: f".{module}.{parameter}" for parameter in (first, "down_proj")}
         targeted = [p for p, path in full.items() if any(path.endswith(f".{short(target)}") for target in targets)]
         if len(targeted) == 1:
             return targeted[0]
-        return "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
+        return first if name.endswith(".base_layer") else "down_proj"
 
     def _add_single(self, name: str, match: re.Match[str], leaves: dict[str, mx.array]) -> None:
         matrix = _MATRICES[match["matrix"]]
-        parameter = "down_proj" if matrix == "down" else "gate_up_proj"
         module = re.sub(r"\.block_sparse_moe\.experts$", ".mlp.experts", match["module"])
-        path = self._places.get((module, parameter, None if matrix == "down" else matrix))
+        path = self._places.get((module, "gate_up_proj", matrix)) or self._places.get((module, f"{matrix}_proj", None))
         if path is None:
             self.strangers.append(name)
             return

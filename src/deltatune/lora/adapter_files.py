@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters
 from .new_rows import add_rows, grown_tables, parameter_name, row_count, stored_rows
-from .select import part_of
+from .select import MTP, part_of
 from .tensor_files import read_header, write_tensors
 
 WEIGHTS = "adapters.safetensors"
@@ -135,13 +135,13 @@ def _stored(adapter: nn.Module) -> dict[str, Any]:
     return {key: adapter[key] for key in ADAPTER_LEAVES if key in adapter}
 
 
-def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool = False) -> ConversionReport:
+def load_adapters(model: nn.Module, directory: str | Path, *, left_out: Collection[str] = ()) -> ConversionReport:
     """Add the adapter in `directory`, written by deltatune or mlx_lm.lora, to `model` in place.
 
     Args:
         model: A model without adapters.
         directory: The folder with adapters.safetensors and adapter_config.json.
-        text_alone: Whether tensors of a vision tower and a projector, which `model` has not, are left out.
+        left_out: The parts, such as "vision", that `model` has not; their tensors are left out.
 
     Returns:
         A report that names the adapted modules, or the loaded tensors of a fully fine-tuned model.
@@ -160,8 +160,7 @@ def load_adapters(model: nn.Module, directory: str | Path, *, text_alone: bool =
     if adapters(model):
         raise ValueError("The model already carries adapters: load the base model again, or merge them first.")
     tensors = read_weights(directory / WEIGHTS)
-    if text_alone:
-        tensors = {name: tensor for name, tensor in tensors.items() if part_of(name) is None}
+    tensors = {name: tensor for name, tensor in tensors.items() if part_of(name) not in left_out}
     new_rows = _grow(model, directory, tensors, config.get(_FIRST))
     if kind == "full":
         _check_shapes(directory, tensors, arrays_of(model.parameters()))
@@ -257,18 +256,31 @@ def read_config(directory: Path) -> dict[str, Any]:
 def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
     """Copy the two files that make an adapter into a new folder, for mlx_lm.generate, mlx_lm.server and LM Studio.
 
+    Updates of a multi-token-prediction head are left out, since mlx-lm leaves out the head and refuses them.
+
     Raises:
-        UserError: The adapter is damaged, or the folder holds one already or cannot be written.
+        UserError: The adapter is damaged or of such a head alone, or the folder holds one already or cannot be written.
     """
     adapter_path, save_path = Path(adapter_path), Path(save_path)
-    read_config(adapter_path)
-    read_weights(adapter_path / WEIGHTS)
+    config = read_config(adapter_path)
+    tensors = read_weights(adapter_path / WEIGHTS)
+    taken = {name: tensor for name, tensor in tensors.items() if part_of(name) != MTP}
+    if not taken:
+        raise UserError(
+            f"adapter {adapter_path}: it updates the multi-token-prediction head alone, which mlx-lm leaves out; write "
+            "a whole model with deltatune merge."
+        )
     if (save_path / CONFIG).exists():
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
     try:
         save_path.mkdir(parents=True, exist_ok=True)
         for name in (WEIGHTS, CONFIG):
             shutil.copyfile(adapter_path / name, save_path / name)
+        if len(taken) < len(tensors):
+            write_tensors(save_path / WEIGHTS, taken, {"format": "mlx"})
+            parameters = config["lora_parameters"]
+            parameters["keys"] = [key for key in parameters["keys"] if part_of(key) != MTP]
+            (save_path / CONFIG).write_text(json.dumps(config, indent=4, sort_keys=True), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
     return save_path

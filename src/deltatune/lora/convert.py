@@ -19,7 +19,7 @@ from ..options.config import LoraConfig
 from .adapter import Adapter
 from .new_rows import grown_tables, unfreeze_new_rows
 from .pissa import with_pissa
-from .select import Selection, adapter_class, check_parts, chosen_layers, part_of, select
+from .select import MTP, Selection, adapter_class, check_parts, chosen_layers, part_of, select
 from .weights import dense_weight, is_quantized, quantization
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
@@ -66,7 +66,7 @@ def convert_to_lora(
         fine_tune_type: "lora" or "dora" adds adapters to the chosen modules; "full" trains the chosen layers
             themselves, except quantised weights.
         num_layers: How many layers to choose from, counted from the last; -1 means all.
-        parts: Which parts of a model with images train, any of "language", "vision" and "projector".
+        parts: Which parts of the model train, any of "language", "vision", "projector" and "mtp".
 
     Returns:
         A report of the trained modules, and of chosen ones that cannot train.
@@ -172,10 +172,17 @@ def _check_ranks(selection: Selection, of_others: int, dora: bool) -> None:
 
 
 def _notes(targets: dict[str, nn.Module], dora: bool) -> list[str]:
+    notes = []
     packed = [path for path, module in targets.items() if is_quantized(module) and 32 % quantization(module)["bits"]]
-    if not dora or not packed:
-        return []
-    return [f"mlx-lm cannot load DoRA on {len(packed)} modules of 3, 5 or 6 bits, such as {packed[0]}; deltatune can."]
+    if dora and packed:
+        count = f"{len(packed)} modules of 3, 5 or 6 bits, such as {packed[0]}"
+        notes.append(f"mlx-lm cannot load DoRA on {count}; deltatune can.")
+    if any(part_of(path) == MTP for path in targets):
+        notes.append(
+            "mlx-lm refuses adapters of a multi-token-prediction head, which it does not load: deltatune merge makes a "
+            "model with both, and deltatune export --to mlx an adapter without the head."
+        )
+    return notes
 
 
 def whole_modules(model: nn.Module, config: LoraConfig, num_layers: int, parts: Sequence[str]) -> list[str]:

@@ -107,12 +107,15 @@ def token_matrix(layer: nn.Module, dtype: mx.Dtype) -> Matrix | None:
         return Matrix(base.weight)
     if layer.training and layer.dropout_rate:
         return None
-    a, b = mx.contiguous(layer.lora_a.T.astype(dtype)), (layer.scale * layer.lora_b).astype(dtype)
-    if factors is not None:
-        return Matrix(base.weight, *factors.kept(a, b))
-    # Computed once in a trace, and kept by the compiled step.
-    mx.eval(a, b)
-    return Matrix(base.weight, a, b)
+    # A rank that is a multiple of 8 has lines of whole loads.
+    spare = -layer.lora_a.shape[1] % 8
+    a = mx.pad(layer.lora_a.T.astype(dtype), [(0, spare), (0, 0)])
+    b = mx.pad((layer.scale * layer.lora_b).T.astype(dtype), [(0, 0), (0, spare)])
+    matrix = Matrix(base.weight, mx.contiguous(a), mx.contiguous(b))
+    if factors is None:
+        # Computed once in a trace, and kept by the compiled step.
+        mx.eval(matrix.a, matrix.b)
+    return matrix
 
 
 def token_output(layer: nn.Module, x: mx.array) -> mx.array | None:

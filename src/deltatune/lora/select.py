@@ -20,8 +20,10 @@ from .linear import DoRALinear, LoRALinear
 from .new_rows import GrownTable, grown_tables
 from .weights import is_switch
 
-# The parts of a model with images: its language layers, its vision tower, and the projector between them.
-PARTS = ("language", "vision", "projector")
+#: The part of a model that is its multi-token-prediction head, and the name of that child of the model.
+MTP = "mtp"
+# The parts of a model: its language layers, with images its vision tower and the projector between them, and its head.
+PARTS = ("language", "vision", "projector", MTP)
 _TOWER = "vision_tower"
 _PROJECTORS = ("merger", "projector", "aligner", "connector")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -97,16 +99,17 @@ def select(
     """Choose the modules to adapt.
 
     Without `config.keys`, these are every linear, expert and embedding module of the chosen layers (for the part
-    "language") and every linear of the vision tower ("vision") or of its projector ("projector"). With keys, they are
-    the modules with a full path, path inside a chosen layer, or name that matches a pattern. A full path without
-    wildcards also selects a module outside the chosen layers.
+    "language") and every linear of the vision tower ("vision"), of its projector ("projector") or of the
+    multi-token-prediction head ("mtp"). With keys, they are the modules with a full path, path inside a chosen layer,
+    or name that matches a pattern. A full path without wildcards also selects a module outside the chosen layers. With
+    the part "mtp" alone, all are the head's.
 
     Args:
         model: A model with `layers`.
         config: Its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
         dora: Whether the adapters will be DoRA's.
         num_layers: How many of the last layers to choose from; -1 means all.
-        parts: Which parts of a model with images train.
+        parts: Which parts of the model train.
 
     Raises:
         UserError: A pattern selects nothing that can take an adapter, or a layer does not exist.
@@ -169,11 +172,12 @@ def _matches(names: _ModuleNames, config: LoraConfig, layers: list[str], parts: 
             raise UserError(f"exclude: {pattern!r} matches no module{_suggestion(pattern, names)}.")
     matched: dict[str, list[str]] = {}
     for path in names.modules:
-        if any(names.match(pattern, path) for pattern in config.exclude):
+        part = part_of(path)
+        if any(names.match(pattern, path) for pattern in config.exclude) or (list(parts) == [MTP] and part != MTP):
             continue
         if config.keys is None:
-            if (part := part_of(path)) is not None:
-                wanted = part in parts and adapter_class(names.modules[path], False) is LoRALinear
+            if part is not None:
+                wanted = part in parts and adapter_class(names.modules[path], False) in (LoRALinear, LoRASwitchLinear)
             else:
                 wanted = "language" in parts and names.layer[path] in layers
                 # No one asks for an adapter on a convolution without a word on keys.
@@ -243,7 +247,9 @@ def check_parts(model: nn.Module, parts: list[str]) -> None:
             raise UserError(f"parts: {part!r} is not known; expected any of {', '.join(PARTS)}.")
     if not parts:
         raise UserError(f"parts: expected at least one of {', '.join(PARTS)}.")
-    if set(parts) - {"language"} and not isinstance(model.get(_TOWER), nn.Module):
+    if MTP in parts and not isinstance(model.get(MTP), nn.Module):
+        raise UserError("parts: mtp: this model was loaded without its multi-token-prediction head.")
+    if set(parts) - {"language", MTP} and not isinstance(model.get(_TOWER), nn.Module):
         raise UserError(
             f"parts: {', '.join(parts)}: this model was loaded without a vision tower, which is loaded only when the "
             "data has images."
@@ -251,8 +257,10 @@ def check_parts(model: nn.Module, parts: list[str]) -> None:
 
 
 def part_of(path: str) -> str | None:
-    """Return "vision" or "projector" for the path of a module of either part, and None for any other module."""
+    """Return "vision", "projector" or "mtp" for the path of a module of that part, and None for any other module."""
     steps = path.split(".")
+    if steps[0] == MTP:
+        return MTP
     if steps[0] == "language_model":
         return None
     if any(word in step for step in steps for word in _PROJECTORS):

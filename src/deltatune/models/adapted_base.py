@@ -13,11 +13,13 @@ import mlx.nn as nn
 from ..layers import layer_paths
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
-from ..lora.adapter_files import WEIGHTS, read_config, read_weights
-from ..lora.select import adapter_class, part_of
+from ..lora.adapter_files import WEIGHTS, read_config
+from ..lora.select import MTP, adapter_class, part_of
+from ..lora.tensor_files import read_header
 from ..lora.weights import is_switch
 from .load import Loaded, load_model, load_vision_tower, locate
 from .load import load as load_checkpoint
+from .mtp import add_head
 from .trained_checkpoint import is_trained_checkpoint
 from .vision.split import has_vision
 
@@ -35,17 +37,18 @@ def load_base(path: Path, adapter_path: Path) -> nn.Module:
     """Load a checkpoint, lazily, for the adapter in `adapter_path`.
 
     An adapter that another program wrote does not name the library. Then mlx-vlm loads the base if the adapter changes
-    modules outside the language model; their names are the same in both libraries.
+    modules of a vision tower or projector; their names are the same in both libraries.
 
     Raises:
         UserError: Either is damaged, or that library cannot load the base.
     """
     loader = read_config(adapter_path).get(LOADER)
-    if loader is None:
-        adapts_vision = any(part_of(name) is not None for name in read_weights(adapter_path / WEIGHTS))
-    else:
-        adapts_vision = loader == _MLX_VLM
-    return load_vision_tower(path) if adapts_vision else load_model(path, lazy=True)[0]
+    parts = {part_of(name) for name in read_header(adapter_path / WEIGHTS).tensors}
+    adapts_vision = bool(parts - {None, MTP}) if loader is None else loader == _MLX_VLM
+    model = load_vision_tower(path) if adapts_vision else load_model(path, lazy=True)[0]
+    if MTP in parts:
+        add_head(model, path)
+    return model
 
 
 def folder_of(model: str | Path | None, adapter_path: str | None) -> Path:
@@ -55,13 +58,21 @@ def folder_of(model: str | Path | None, adapter_path: str | None) -> Path:
     return locate(model)
 
 
-def load(model: str | Path | None, adapter: str | Path | None = None, *, bare: bool = False, **options: Any) -> Loaded:
+def load(
+    model: str | Path | None,
+    adapter: str | Path | None = None,
+    *,
+    bare: bool = False,
+    mtp: bool = False,
+    **options: Any,
+) -> Loaded:
     """Load a model with its tokenizer, and an adapter of it.
 
     Args:
         model: A checkpoint folder, or a name on the Hugging Face hub of the form owner/model.
         adapter: The folder of a run. Where that trained the whole model, it holds the model itself.
         bare: Whether an adapter is left out.
+        mtp: Whether the model gets the multi-token-prediction head of its checkpoint.
         options: trust_remote_code, lazy, from_scratch, seed and image, as models.load.load() takes them.
 
     Returns:
@@ -75,10 +86,11 @@ def load(model: str | Path | None, adapter: str | Path | None = None, *, bare: b
         >>> loaded = load("path/to/model", adapter="adapters")
         >>> loaded.model(mx.array([loaded.tokenizer.encode("Hello")])).shape
     """
-    if adapter and is_trained_checkpoint(Path(adapter)):
-        return load_checkpoint(Path(adapter), **options)
-    loaded = load_checkpoint(model, **options)
-    if adapter and not bare:
+    whole = bool(adapter) and is_trained_checkpoint(Path(str(adapter)))
+    loaded = load_checkpoint(adapter if whole else model, **options)
+    if mtp:
+        add_head(loaded.model, loaded.path)
+    if adapter and not whole and not bare:
         put_adapter(loaded, adapter)
         loaded.model.eval()
     return loaded
@@ -87,13 +99,16 @@ def load(model: str | Path | None, adapter: str | Path | None = None, *, bare: b
 def put_adapter(loaded: Loaded, adapter_path: str | Path) -> None:
     """Add the adapter to a model that was loaded for images or for text.
 
-    Without images a model has no vision tower, and an adapter's updates of it have no effect: they are left out.
+    Without images a model has no vision tower, and without drafts no multi-token-prediction head. An adapter's updates
+    of them have no effect then: they are left out.
 
     Raises:
         UserError: As load_adapters() does.
     """
-    text_alone = bool(loaded.config.get("vision_config")) and not has_vision(loaded.model)
-    load_adapters(loaded.model, adapter_path, text_alone=text_alone)
+    left_out = set() if MTP in loaded.model else {MTP}
+    if loaded.config.get("vision_config") and not has_vision(loaded.model):
+        left_out |= {"vision", "projector"}
+    load_adapters(loaded.model, adapter_path, left_out=left_out)
 
 
 def layers_for_mlx_vlm(model: nn.Module) -> int | None:

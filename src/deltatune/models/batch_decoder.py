@@ -7,6 +7,7 @@ On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has 
 
 from __future__ import annotations
 
+import io
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -16,12 +17,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm import batch_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..errors import NotFiniteError, UserError
 from ..layers import gated_delta_layers, logits_of
-from ..machine import backend
+from ..machine import backend, host_memory
 from ..machine.compiling import without_kernels
 from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
@@ -39,8 +41,6 @@ LEAST_ROOM = 256
 SHARE_FREE = 8
 # The tolerance between two ways of reading a prompt, over the norm of a state: far more than their rounding.
 ROUNDED = 0.1
-# Stands for a token with a logit that is not finite.
-NOT_FINITE = -1
 
 Sampler = Callable[[mx.array], mx.array]
 # Chooses the next token of each row from its logits [B, V].
@@ -74,13 +74,13 @@ class Answer:
         prompt: The tokens of the prompt.
         tokens: The tokens behind it, without the one that ended it.
         end: The token that ended it; None for an answer that the largest number of tokens has cut.
-        figures: The figures of each token, [F] each, that of the end included, where the chooser has any.
+        figures: The chooser's figures of each token, [F] each, that of the end included.
     """
 
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
     end: int | None = None
-    figures: list[np.ndarray] = field(default_factory=list)
+    figures: list[list[float]] = field(default_factory=list)
 
 
 def chooser_of(sampler: Sampler | None) -> Chooser:
@@ -88,14 +88,14 @@ def chooser_of(sampler: Sampler | None) -> Chooser:
 
     def choose(logits: mx.array) -> Chosen:
         if sampler is None:
-            total = mx.logsumexp(logits, axis=-1, keepdims=True)
+            total = mx.logsumexp(logits, axis=-1)
             tokens = logits.argmax(axis=-1)
         else:
             logits = logits.astype(mx.float32)
-            total = mx.logsumexp(logits, axis=-1, keepdims=True)
-            tokens = sampler(logits - total)
+            total = mx.logsumexp(logits, axis=-1)
+            tokens = sampler(logits - total[:, None])
         # NaN as any token's logit leaves no token a probability.
-        return Chosen(tokens.astype(mx.int32), mx.isfinite(total[:, 0]))
+        return Chosen(tokens.astype(mx.int32), mx.stack([tokens.astype(mx.float32), total.astype(mx.float32)]))
 
     return choose
 
@@ -138,10 +138,12 @@ class BatchDecoder:
         recurrent = ArraysCache in self._kinds and not gated_delta_layers(model)
         self._padding_is_right: bool | None = False if recurrent else None
         self._trained: Any = {}
+        # The addresses of arrays that the host reads.
+        self._left_on_host: set[int] = set()
         self._factors: list[mx.array] | None = None
-        self._step, self._factors_of = _step_of(model, self._kinds, trains)
+        self._step, self._arguments_of = _step_of(model, self._kinds, trains)
         if compiled:
-            self._step, self._factors_of = mx.compile(self._step), mx.compile(self._factors_of)
+            self._step, self._arguments_of = mx.compile(self._step), mx.compile(self._arguments_of)
 
     def _clear(self, rows: int) -> None:
         """Begin anew with free rows, so that nothing depends on earlier answers."""
@@ -150,6 +152,8 @@ class BatchDecoder:
         self._arrays: list[list[mx.array]] = []
         self._tokens, self._offset = mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32)
         self._room = self._first_room
+        # No row has more tokens with those that are under way.
+        self._most = 0
 
     def run(self, prompts: Sequence[Sequence[int]], sampler: Sampler | None = None) -> list[list[int]]:
         """Return the tokens behind each prompt, without the one that ended it.
@@ -194,7 +198,9 @@ class BatchDecoder:
         while True:
             if between is not None:
                 between()
-            self._make_room()
+            self._most += 1
+            if self._most > self._room:
+                self._make_room()
             following = self._launch()
             if before is not None:
                 self._take(before)
@@ -205,9 +211,10 @@ class BatchDecoder:
         self._take(before)
 
     def _launch(self) -> Chosen:
-        """Launch a step; return the chosen tokens, with NOT_FINITE in place of one without a finite logit."""
+        """Launch a step; return the chosen tokens."""
         if self._factors is None:
-            self._factors = self._factors_of(self._trained, self._tokens, self._arrays, self._offset)[:-1]
+            arguments = self._arguments_of(self._trained, self._tokens, self._arrays, self._offset)
+            self._trained, self._factors, _ = arguments
             mx.eval(self._factors)
         # No other name may hold the arrays: MLX then reuses their memory for those of the next step.
         logits, self._arrays, self._offset = self._step(
@@ -215,20 +222,25 @@ class BatchDecoder:
         )
         chosen = self._choose(logits)
         self._tokens = chosen.tokens
-        chosen = chosen._replace(tokens=mx.where(chosen.finite, self._tokens, NOT_FINITE))
-        mx.async_eval(self._tokens, chosen, self._arrays, self._offset)
+        mx.async_eval(chosen, self._arrays, self._offset)
         return chosen
 
     def _take(self, chosen: Chosen) -> None:
         """Read the tokens of a step, which ends the rows that are done."""
-        figures = None if chosen.figures is None else as_numpy(chosen.figures).T
-        for place, (row, token) in enumerate(zip(self._rows, as_numpy(chosen.tokens), strict=True)):
+        read = as_numpy(chosen.figures)
+        if backend.device() == "cuda" and read.ctypes.data not in self._left_on_host:
+            # The GPU would wait for the page that the host has just read.
+            self._left_on_host.add(read.ctypes.data)
+            host_memory.stay([chosen.figures])
+        # Copied, so that the same few arrays serve all tokens.
+        numbers, healthy = read.T.tolist(), np.isfinite(read).all(axis=0).tolist()
+        for place, row in enumerate(self._rows):
             if row is None:
                 continue
-            if token == NOT_FINITE:
+            if not healthy[place]:
                 raise NotFiniteError([*row.prompt, *row.tokens])
-            if figures is not None:
-                row.figures.append(figures[place])
+            token, *figures = numbers[place]
+            row.figures.append(figures)
             if token in self._ends:
                 row.end = int(token)
             else:
@@ -238,10 +250,10 @@ class BatchDecoder:
 
     def _make_room(self) -> None:
         """Make room for the tokens that the next step and the one under way add."""
-        most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
-        if most <= self._room:
+        self._most = max((len(row.prompt) + len(row.tokens) for row in self._rows if row), default=0) + 2
+        if self._most <= self._room:
             return
-        self._room = _doubled(self._room, most)
+        self._room = _doubled(self._room, self._most)
         # The step under way writes into the keys and values that are copied here, which MLX does not know.
         mx.eval(self._tokens)
         for kind, layer_arrays in zip(self._kinds, self._arrays, strict=True):
@@ -346,12 +358,15 @@ def _distinct(group: Sequence[Answer]) -> list[Answer]:
     return list({id(row.prompt): row for row in reversed(group)}.values())[::-1]
 
 
-def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Step, Callable[..., list[mx.array]]]:
+def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Step, Callable[..., Any]]:
     """The step: it returns the logits after one token of each row, the rows' caches, and the next offsets.
 
     Its first arguments are the trainable parameters and the factors that layers compute from them, where they change
-    between steps; otherwise an empty dict and list. The second function returns the factors, and the offsets.
+    between steps; otherwise an empty dict and list. The second function returns those of them that the step reads: MLX
+    would look at each of some hundred others at every token.
     """
+    # The numbers of the factors that the step reads.
+    read: list[int] = []
 
     def forward(
         trained: Any, factors: Factors, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
@@ -370,16 +385,22 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
         finally:
             model.update(before)
 
-    def factors_of(trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array) -> list[mx.array]:
+    def arguments_of(
+        trained: Any, tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
+    ) -> tuple[Any, list[mx.array], mx.array]:
         factors = Factors()
-        forward(trained, factors, tokens, arrays, offset)
+        logits, caches = forward(trained, factors, tokens, arrays, offset)
+        weights = [weight for _, weight in tree_flatten(trained)]
+        outputs = [logits, *(array for cache in caches for array in cache.handed)]
+        are_read = _are_read(outputs, [*weights, *factors.handed])
+        read[:] = [number for number, is_read in enumerate(are_read[len(weights) :]) if is_read]
         # A compiled function has to return something, where no layer has factors.
-        return [*factors.noted, offset]
+        return trained if any(are_read[: len(weights)]) else {}, [factors.noted[number] for number in read], offset
 
     def step(
         trained: Any, factors: list[mx.array], tokens: mx.array, arrays: list[list[mx.array]], offset: mx.array
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
-        logits, caches = forward(trained, Factors(factors), tokens, arrays, offset)
+        logits, caches = forward(trained, Factors(dict(zip(read, factors, strict=True))), tokens, arrays, offset)
         for cache, layer_arrays in zip(caches, arrays, strict=True):
             # A kernel of attention writes into the keys and values that it gets.
             if isinstance(cache, RecurrentRows) and any(map(operator.is_, cache.handed, layer_arrays)):
@@ -389,7 +410,15 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
                 )
         return logits, [cache.handed for cache in caches], offset + 1
 
-    return step, factors_of
+    return step, arguments_of
+
+
+def _are_read(outputs: Sequence[mx.array], arrays: Sequence[mx.array]) -> list[bool]:
+    """Return for each of some arrays whether any other is computed from it on the way to the outputs."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs, **{f"array{number}": array for number, array in enumerate(arrays)})
+    graph = text.getvalue()
+    return [f'"array{number}" -> ' in graph for number in range(len(arrays))]
 
 
 def _roomy(array: mx.array, kind: type, room: int) -> tuple[int, ...]:
@@ -449,7 +478,7 @@ def answer_all(
 
         def checked(logprobs: mx.array) -> mx.array:
             chosen = choose(logprobs)
-            healthy[0] = healthy[0] & chosen.finite.all()
+            healthy[0] = healthy[0] & mx.isfinite(chosen.figures).all()
             # Computed with the tokens, it holds no log-probabilities.
             return mx.depends([chosen.tokens], healthy)[0]
 

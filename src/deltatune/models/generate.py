@@ -71,7 +71,7 @@ def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sam
         responses = stream_generate(
             loaded.model, loaded.tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampling.sampler()
         )
-        yield from _with_first_space(finite(responses, prompt), loaded.tokenizer)
+        yield from with_first_space(finite(responses, prompt), loaded.tokenizer)
 
 
 def finite(responses: Iterator[Any], prompt: Sequence[int]) -> Iterator[Any]:
@@ -102,7 +102,7 @@ def _refuse(healthy: mx.array, read: Sequence[int]) -> None:
         raise NotFiniteError(read)
 
 
-def _with_first_space(responses: Iterator[Any], tokenizer: Any) -> Iterator[Any]:
+def with_first_space(responses: Iterator[Any], tokenizer: Any) -> Iterator[Any]:
     """Yield mlx-lm's responses with the space that begins an answer, where its detokenizer alone leaves it out."""
     tokens: list[int] = []
     for response in responses:

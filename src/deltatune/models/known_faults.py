@@ -108,6 +108,11 @@ _RECORDS = (
         "leaves out key_multiplier, by which transformers multiplies the keys of attention",
     ),
     _Record(
+        frozenset({"falcon_h1", "mamba2"}),
+        _where(lambda v: v.get("mamba_rms_norm", True) and (v.get("n_groups") or v.get("mamba_n_groups") or 1) > 1),
+        "normalises the output of a mixer over all of its heads, and transformers over those of a group alone",
+    ),
+    _Record(
         frozenset({"glm"}),
         _where(lambda values: _rotated_share(values) != 1.0),
         "rotates a whole head by the token's position, and transformers the share partial_rotary_factor of it",

@@ -18,14 +18,17 @@ from ..ops.random_state import drawing_from
 from ..ops.segments import segments
 from ..ops.watched_calls import calls_through
 
+# In the place of the cache of a layer of which it is not known.
+_UNKNOWN = object()
+
 
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
     """Return the carry of each layer; None for a layer that runs on whole rows only.
 
     mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
-    returns its rows alone, is seen in a forward pass without an evaluation. Layers of mlx-vlm take positions besides,
-    windows and Mamba's first kind have caches of other kinds, and layers that share keys and values have one between
-    them, so they run on whole rows.
+    returns its rows alone, is seen in a forward pass without an evaluation. A layer that decodes without one carries
+    nothing: its tokens do not see one another. Layers of mlx-vlm take positions besides, windows and Mamba's first kind
+    have caches of other kinds, and layers that share keys and values have one between them, so they run on whole rows.
 
     Args:
         model: The model.
@@ -36,7 +39,8 @@ def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]
     caches = _caches_seen(model, layers)
     times = Counter(id(cache) for cache in caches)
     return [
-        _carry(layer, cache) if times[id(cache)] == 1 else None for layer, cache in zip(layers, caches, strict=True)
+        _carry(layer, cache) if cache is None or times[id(cache)] == 1 else None
+        for layer, cache in zip(layers, caches, strict=True)
     ]
 
 
@@ -58,7 +62,7 @@ def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
 def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
     """Return the cache that each layer is given while the model reads a prompt of two tokens.
 
-    It is None for a layer that is given none, is called several times, or returns more than its rows.
+    It is _UNKNOWN for a layer that is called several times, or returns more than its rows.
     """
     seen: dict[int, list[Any]] = {id(layer.module): [] for layer in layers}
 
@@ -67,23 +71,24 @@ def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
         result = call(*arguments, **options)
         rows = list(bound.values())[1]
         alone = isinstance(result, mx.array) and isinstance(rows, mx.array) and result.shape == rows.shape
-        seen[id(layer)].append(bound.get("cache") if alone else None)
+        seen[id(layer)].append(bound.get("cache") if alone else _UNKNOWN)
         return result
 
     watched = calls_through([layer.module for layer in layers], noting)
     with drawing_from(mx.random.key(0)), undisturbed(model), segments(None), watched:
         logits_of(model, mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
-    caches = [caches_seen[0] if len(caches_seen := seen[id(layer.module)]) == 1 else None for layer in layers]
+    caches = [caches_seen[0] if len(caches_seen := seen[id(layer.module)]) == 1 else _UNKNOWN for layer in layers]
     # The watching classes refer to this until Python collects them, and the caches hold arrays.
     seen.clear()
     return caches
 
 
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:
-    # A piece is given no mask, which mamba2's own layers demand.
-    required = [p for p in inspect.signature(type(layer.module).__call__).parameters.values() if p.default is p.empty]
-    of_mamba_2 = len(required) == 2 and any(map(is_state_space, layer.module.modules()))
-    if (layer.kind == "delta" or of_mamba_2) and type(cache) is ArraysCache:
+    if cache is None:
+        takes_cache = "cache" in inspect.signature(type(layer.module).__call__).parameters
+        return Carry(states=0) if layer.kind == "other" and takes_cache else None
+    recurrent = layer.kind == "delta" or any(map(is_state_space, layer.module.modules()))
+    if recurrent and type(cache) is ArraysCache:
         return Carry(len(cache.cache))
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.decoding.sampled_token import sampled_token, sampled_token_naive, serves
+from ..ops.decoding.sampled_token import sampled_token, sampled_token_naive, serves, twice
 from ..options.config import TrainConfig
 
 # The logit of a token that is never sampled: its probability is 0, and its gradient finite.
@@ -21,13 +21,12 @@ class Chosen(NamedTuple):
 
     Attributes:
         tokens: [B] int32.
-        finite: [B] bool, whether the token's log-probability is finite.
-        figures: [F, B] fp32, numbers to be kept beside each token; None without any.
+        figures: [1 + F, B] fp32, the tokens, and numbers to be kept beside each; one that is not finite ends the
+            decoding. They alone are read: an NVIDIA GPU waits for memory that its host has read.
     """
 
     tokens: mx.array
-    finite: mx.array
-    figures: mx.array | None = None
+    figures: mx.array
 
 
 @dataclass(frozen=True)
@@ -83,26 +82,25 @@ class SampledPolicy:
     def sampler(self, key: mx.array) -> Callable[[mx.array], Chosen]:
         """Return a function that samples a token of each row of the model's logits [B, V].
 
-        Its figures [2, B] are the token's log-probability, and the entropy of the model's distribution at the
-        temperature.
+        Its figures beside the token are the token's log-probability, and the entropy of the model's distribution at
+        the temperature.
 
         Args:
             key: The random key, [2] uint32, on which all tokens depend.
         """
-        keys = [key]
+        keys = [twice(key)]
 
         def choose(logits: mx.array) -> Chosen:
-            keys[0], here = mx.random.split(keys[0])
             sample = sampled_token if serves(logits) else sampled_token_naive
             # TRL's entropy averages -log p of the logits without restrictions, too.
-            tokens, log_probabilities, entropies = sample(logits, here, self.temperature)
+            tokens, figures, following = sample(logits, keys[0], self.temperature)
             if self._restricts:
                 restricted = self.logits(logits)
-                tokens = mx.random.categorical(restricted, key=here).astype(mx.int32)
+                tokens = mx.random.categorical(restricted, key=mx.random.split(keys[0][:2])[1]).astype(mx.int32)
                 of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
-                log_probabilities = of_tokens - mx.logsumexp(restricted, axis=-1)
-            figures = mx.stack([log_probabilities, entropies])
-            return Chosen(tokens, mx.isfinite(figures).all(axis=0), figures)
+                figures = mx.stack([tokens, of_tokens - mx.logsumexp(restricted, axis=-1), figures[2]])
+            keys[0] = following
+            return Chosen(tokens, figures)
 
         return choose
 

@@ -1,9 +1,10 @@
 """Turns new values of a model's parameters into new values of the tensors in its checkpoint's files.
 
 When a checkpoint is loaded, the model's `sanitize` method makes parameters of stored tensors. It renames, transposes,
-stacks and splits them, and adds one to the weights of norms. So it is affine, and its linear part only moves elements.
-The inverse of such a map, where there is one, is the transpose of its linear part, which mx.vjp computes. Each inverse
-is verified by running `sanitize` on its results, and a parameter that does not come back is refused.
+stacks and splits them, adds one to the weights of norms, and multiplies them by numbers of the config. So it is affine,
+and its linear part moves elements and multiplies each by a factor. The inverse of such a map, where there is one, is
+the transpose of its linear part, which mx.vjp computes, divided by the squares of the factors. Each inverse is verified
+by running `sanitize` on its results, and a parameter that does not come back is refused.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
+from ..lora.select import MTP
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import is_floating
 from .checkpoint_files import weight_files
+from .mtp import head_sanitizer
 from .transformers_configs import with_joined_experts, with_released_names
 from .vision.load import sanitizer
 from .vision.split import has_vision
 
 Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 
-# fp32 represents every whole number up to this one exactly, and adding one to it is exact as well.
-_LARGEST_WHOLE = 2**23
+# The base of the digits by which a trial tells elements apart. fp32 multiplies and divides them with errors under 0.5.
+_DIGITS = 2**12
 
 
 class _Origin(NamedTuple):
@@ -51,17 +54,20 @@ class StoredNames:
     """
 
     def __init__(self, model: nn.Module, path: Path):
-        self._sanitize: Sanitize = _sanitize(model)
+        self._sanitize: Sanitize = _sanitize(model, path)
         self._path = path
         self._origins: dict[str, _Origin] = {}
         self._stored = _lazy_tensors(path)
-        self._parameters = self._sanitize(dict(self._stored))
-        origin = {id(array): name for name, array in self._stored.items()}
-        # If sanitize returns the same object that it was given, it did no more than rename the tensor.
+        # Falcon-H1's sanitize multiplies in place, so it gets arrays of its own.
+        handed = {name: copy.copy(array) for name, array in self._stored.items()}
+        self._parameters = self._sanitize(dict(handed))
+        origin = {id(array): name for name, array in handed.items()}
+        # If sanitize returns the same object that it was given, it moved nothing.
         self._stored_name = {name: origin[id(array)] for name, array in self._parameters.items() if id(array) in origin}
         # With tensors that hold their own number, the parameters show which tensors they are made of. With zeros, they
         # show the constants that sanitize adds.
-        self._numbers = self._sanitize_constants(range(1, len(self._stored) + 1))
+        self._number_of = {name: number for number, name in enumerate(self._stored, 1)}
+        self._numbers = self._sanitize_constants(self._number_of.values())
         self._offsets = self._sanitize_constants([0] * len(self._stored))
 
     def write_back(self, new: dict[str, mx.array], removed: list[str]) -> dict[str, mx.array | None]:
@@ -83,7 +89,7 @@ class StoredNames:
         for name in removed:
             changes[self._name_in_files(name)] = None
         for name, value in new.items():
-            if name in self._stored_name:
+            if self._is_renamed(name):
                 stored = self._stored_name[name]
                 dtype = self._stored[stored].dtype
                 changes[stored] = value.astype(dtype) if mx.issubdtype(dtype, mx.floating) else value
@@ -94,6 +100,13 @@ class StoredNames:
         # A tensor that is read stays in memory as long as it is here, and the changes will read some.
         self._stored = _lazy_tensors(self._path)
         return changes
+
+    def _is_renamed(self, name: str) -> bool:
+        """Whether the parameter `name` is a stored tensor as it is."""
+        stored = self._stored_name.get(name)
+        if stored is None or name in self._origins:
+            return False
+        return mx.all(self._numbers[name] == self._number_of[stored]).item()
 
     def _name_in_files(self, name: str) -> str:
         """The stored tensor that the parameter `name` is. UserError where it is none of them."""
@@ -122,31 +135,44 @@ class StoredNames:
             origin = self._origins[name] = self._examine(name, value)
         sources, offset, complete = origin
         values = [self._stored[source] if (old := changes.get(source)) is None else old for source in sources]
-        # `count` is 1 where an element of the stored tensor goes into this parameter; other elements keep their values.
-        # It is built a second time for the results, which thereby stay lazy and take no memory.
-        results = self._undo(name, sources, value.astype(mx.float32) - offset)
-        counts = self._undo(name, sources, mx.ones(value.shape))
-        for source, result, count, is_complete, old in zip(sources, results, counts, complete, values, strict=True):
+        # Elements that go into no parameter keep their values. The squares are built a second time for the results,
+        # which thereby stay lazy and take no memory.
+        results = self._inverse(name, sources, value.astype(mx.float32), offset)
+        squares = self._squares(name, sources, offset)
+        for source, result, square, is_complete, old in zip(sources, results, squares, complete, values, strict=True):
             result = result.astype(old.dtype)
-            changes[source] = result if is_complete else mx.where(count == 1, result, old)
+            changes[source] = result if is_complete else mx.where(square > 0, result, old)
 
     def _examine(self, name: str, value: mx.array) -> _Origin:
         """Find the origin of the parameter `name`, of the shape of `value`; UserError if it has no inverse."""
-        offset = self._offsets.pop(name)
-        sources = self._sources(self._numbers.pop(name) - offset, name)
+        offset, numbers = self._offsets.pop(name), self._numbers.pop(name)
+        stored = self._stored_name.get(name)
+        sources = self._sources(numbers - offset, name) if stored is None else [stored]
         if not all(is_floating(self._stored[source]) for source in sources):
             raise self._irreversible(name)
-        # Whether an element returns to its place does not depend on values, so the check uses distinct numbers.
-        trial = (mx.arange(value.size) % _LARGEST_WHOLE).astype(mx.float32).reshape(value.shape)
-        returned = self._derive(name, sources, self._undo(name, sources, trial))
-        if not mx.array_equal(returned - offset, trial).item():
-            raise self._irreversible(name)
-        complete = [bool(mx.all(count == 1).item()) for count in self._undo(name, sources, mx.ones(value.shape))]
+        # Whether an element returns to its place does not depend on values, so the check uses two digits of its place.
+        places = mx.arange(value.size).reshape(value.shape)
+        for trial in (places % _DIGITS, places // _DIGITS % _DIGITS):
+            returned = self._derive(name, sources, self._inverse(name, sources, trial + offset, offset))
+            if not mx.array_equal(mx.round(returned - offset), trial).item():
+                raise self._irreversible(name)
+        complete = [bool(mx.all(square > 0).item()) for square in self._squares(name, sources, offset)]
         return _Origin(sources, offset, complete)
+
+    def _inverse(self, name: str, sources: list[str], value: mx.array, offset: mx.array) -> list[mx.array]:
+        """The stored tensors named `sources` of which `sanitize` makes `value`; zeros where it reads none of them."""
+        undone = zip(self._undo(name, sources, value - offset), self._squares(name, sources, offset), strict=True)
+        return [result / mx.where(square > 0, square, 1.0) for result, square in undone]
+
+    def _squares(self, name: str, sources: list[str], offset: mx.array) -> list[mx.array]:
+        """The square of the factor by which `sanitize` multiplies each element; 0 where it leaves one out."""
+        ones = [mx.ones(self._stored[source].shape) for source in sources]
+        return self._undo(name, sources, self._derive(name, sources, ones) - offset)
 
     def _derive(self, name: str, sources: list[str], tensors: list[mx.array]) -> mx.array:
         """The parameter `name` that `sanitize` makes if the stored tensors named `sources` are `tensors`."""
         tensors_by_name = {**self._stored, **dict(zip(sources, tensors, strict=True))}
+        tensors_by_name = {stored: copy.copy(array) for stored, array in tensors_by_name.items()}
         return self._sanitize(tensors_by_name)[name].astype(mx.float32)
 
     def _undo(self, name: str, sources: list[str], array: mx.array) -> list[mx.array]:
@@ -174,7 +200,7 @@ def stored_parameters(model: nn.Module, path: Path) -> dict[str, mx.array]:
 
     No model is built for it. Changes that mlx-lm makes to tensors outside the model's own `sanitize` are missing.
     """
-    return _sanitize(model)(_lazy_tensors(path))
+    return _sanitize(model, path)(_lazy_tensors(path))
 
 
 def _lazy_tensors(path: Path) -> dict[str, mx.array]:
@@ -184,11 +210,15 @@ def _lazy_tensors(path: Path) -> dict[str, mx.array]:
     return stored
 
 
-def _sanitize(model: nn.Module) -> Sanitize:
+def _sanitize(model: nn.Module, path: Path) -> Sanitize:
     """The function that makes the parameters of a model of stored tensors, and does not change its argument."""
     if has_vision(model):
         return sanitizer(model)
-    return _repeatable(model) if hasattr(model, "sanitize") else dict
+    sanitize = _repeatable(model) if hasattr(model, "sanitize") else dict
+    if MTP not in model:
+        return sanitize
+    of_head = head_sanitizer(path)
+    return lambda tensors: {**sanitize(tensors), **of_head(tensors)}
 
 
 def _repeatable(model: nn.Module) -> Sanitize:

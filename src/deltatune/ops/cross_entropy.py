@@ -390,4 +390,4 @@ def _chunks(tokens: int, size: int) -> list[Turn]:
     """Return ceil(tokens / size) chunks of nearly equal length, so that few shapes are compiled."""
     length = -(-tokens // -(-tokens // size))
     # MLX's queue holds the logits of several chunks, and each chunk's place in a task of ten operations is another one.
-    return turns([*range(0, tokens, length), tokens], ends=10)
+    return turns([*range(0, tokens, length), tokens], ends=5)

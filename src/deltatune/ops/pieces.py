@@ -87,7 +87,8 @@ class Carry:
     """The states that a layer carries from one piece to the next.
 
     Args:
-        states: How many states a recurrent layer has; None for attention, which has keys and values.
+        states: How many states a recurrent layer has, 0 for one in which no token sees another; None for attention,
+            which has keys and values.
         packed: Whether a piece of attention can be told which documents its keys belong to.
     """
 
@@ -113,6 +114,7 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     """
     (_, x), *others = arguments
     options = {name: value for name, value in others if value is not None}
+    unset = {name: None for name, value in others if value is None and name != "cache"}
     if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
         return None, {}
     rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
@@ -120,7 +122,7 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
         options["mask"] = "causal"
     plain = all(isinstance(value, str) for value in options.values())
     fits = plain and options == ({"mask": "causal"} if carry.states is None else {})
-    return (x, options) if fits else (None, {})
+    return (x, unset | options) if fits else (None, {})
 
 
 def in_pieces(

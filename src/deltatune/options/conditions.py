@@ -50,6 +50,11 @@ TRAINING: Conditions = {
     "memory mask_prompt chat_turns": (
         "without loss: grpo, which samples its answers and measures them by their rewards",
         lambda c, f: c.loss != "grpo"),
+    "mtp": (
+        "with loss: sft, and without from_scratch and memory",
+        lambda c, f: c.loss == "sft" and not c.from_scratch and c.memory is None),
+    "mtp_weight mtp_trunk_gradient": ("with mtp: true", lambda c, f: c.mtp is True),
+    "parts": ("without mtp: only, which trains the head alone", lambda c, f: c.mtp != "only"),
     "gamma": ("with loss: simpo", lambda c, f: c.loss == "simpo"),
     "label_smoothing": (
         "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
@@ -88,17 +93,20 @@ TRAINING: Conditions = {
 #: Of `eval` for tasks of lm-eval.
 TASKS: Conditions = {
     "num_fewshot limit apply_chat_template include_path": ("with --tasks", lambda o: o.tasks),
-    "data test_batches overlong mask_prompt chat_turns pack seed min_pixels max_pixels fps video_max_frames "
+    "draft data test_batches overlong mask_prompt chat_turns pack seed min_pixels max_pixels fps video_max_frames "
     "prompt_feature completion_feature chat_feature text_feature": ("without --tasks", lambda o: not o.tasks),
     "chat_template_config": ("with --apply-chat-template", lambda o: not o.tasks or o.apply_chat_template),
 }
 #: Of `generate` and `chat`.
 ANSWERS: Conditions = {
+    "draft": (
+        "with --temp 0, and without --memory, --image and --video",
+        lambda o: o.temp == 0 and o.memory is None and not vars(o).get("image") and not vars(o).get("video")),
     "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
     "fps video_max_frames": ("with --video", lambda o: o.video),
     "chat_template_config tools": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
     "compare": ("with --adapter-path, since it asks the base beside the adapter", lambda o: o.adapter_path),
-}
+}  # fmt: skip
 # Those that mlx_lm.lora has, too, and leaves unread: files and command lines for it hold them.
 _MLX_LM = (
     "learning_rate", "test_batches", "steps_per_eval", "optimizer_config", "lr_schedule", "lr_schedule.warmup_init",

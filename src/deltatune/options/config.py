@@ -200,6 +200,16 @@ class TrainConfig:
         "up to 2; none weighs all alike",
         choices=("token", "sequence", "none"),
     )
+    mtp: bool | str = _tune(
+        False,
+        "train the multi-token-prediction head with the model, so that it goes on drafting its tokens in speculative "
+        "decoding; only trains the head alone, behind the model as it is",
+        choices=("only",),
+    )
+    mtp_weight: float = _loss(0.3, "weight of the loss of the multi-token-prediction head", range=POSITIVE)
+    mtp_trunk_gradient: bool = _loss(
+        False, "let the gradient of the multi-token-prediction head's loss reach the model's layers"
+    )
     router_aux_loss_coef: float = _loss(
         0.0, "weight of the load-balancing loss of a mixture's routers", range=NOT_NEGATIVE
     )
@@ -504,8 +514,11 @@ class TrainConfig:
 
     @property
     def trained_parts(self) -> list[str]:
-        """The parts of a vision model to train, as convert_to_lora takes them."""
-        return [part.strip() for part in self.parts.split(",") if part.strip()]
+        """The parts of the model to train, as convert_to_lora takes them."""
+        if self.mtp == "only":
+            return ["mtp"]
+        parts = [part.strip() for part in self.parts.split(",") if part.strip()]
+        return [*parts, "mtp"] if self.mtp else parts
 
     def _check_distillation(self) -> None:
         if self.teacher is None:

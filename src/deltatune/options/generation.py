@@ -43,6 +43,9 @@ class AnswerOptions:
         None, "tools that the chat template describes to the model, as OpenAI lists them", metavar="FILE.json"
     )
     extra_eos_token: tuple[str, ...] = _answer((), "further tokens that end the answer")
+    draft: bool = _answer(
+        False, "let the multi-token-prediction head draft tokens, which the model then checks: the same answer, sooner"
+    )
     memory: int | None = _answer(
         None,
         "size, such as 12GB, of the arrays that may be held: layers that do not fit stay on the disk and are read for "

@@ -54,8 +54,21 @@ NAMES = {
     "early_stopping": "early_stopping_patience",
     "project_name": "wandb_project",
 }
-#: By a choice of another trainer that is none of ours: how it is asked for here.
-CHOICES = {"qlora": "load a model in 4 bits (mlx_lm.convert -q) and use lora"}
+_IN_4_BITS = "load a model in 4 bits (mlx_lm.convert -q) and use lora"
+_DTYPE = "a model trains in the dtype of its weights"
+_SHARDED = "mlx.launch starts several processes, and --memory leaves layers on the disk"
+#: By an option or choice of another trainer that is none of ours: how it is asked for here.
+NO_OPTION = {
+    "qlora": _IN_4_BITS,
+    "load_in_4bit": _IN_4_BITS,
+    "load_in_8bit": _IN_4_BITS,
+    "quantization_bit": _IN_4_BITS,
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "deepspeed": _SHARDED,
+    "fsdp": _SHARDED,
+}
 OPTIONS = {name: option for option, names in NAMES.items() for name in names.split()}
 #: The options of a file that stand under lora_parameters.
 OF_ADAPTERS = ("rank", "alpha", "scale", "dropout", "keys", "rslora", "init")
@@ -68,9 +81,18 @@ def option_meant(word: str, known: list[str]) -> str | None:
         word: An unknown key of a file, or an unknown flag.
         known: The known keys or flags.
     """
-    name = word.lstrip("-").replace("-", "_")
+    name = plain(word)
     option = OPTIONS.get(name, name)
     if option in OF_ADAPTERS and "lora_parameters" in known:
         return f"lora_parameters: {{{option}: ...}}"
     as_typed = "--" + option.replace("_", "-") if word.startswith("-") else option
+    if as_typed not in known and name in OPTIONS and "--iters" in known:
+        # Options without a flag stand in the file of a training run.
+        inside = f"lora_parameters: {{{option}: ...}}" if option in OF_ADAPTERS else f"{option}: ..."
+        return f"{inside} in a file, -c FILE"
     return as_typed if as_typed in known else None
+
+
+def plain(word: str) -> str:
+    """Return the name of a flag or key without dashes and value."""
+    return word.split("=")[0].lstrip("-").replace("-", "_")

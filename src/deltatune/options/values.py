@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError
-from .other_names import CHOICES, option_meant
+from .other_names import NO_OPTION, option_meant, plain
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
@@ -139,8 +139,8 @@ def nearest(word: str, known: list[str]) -> str:
     The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
     for an option is close to ours.
     """
-    if word in CHOICES and "lora" in known:
-        return f" ({CHOICES[word]})"
+    if plain(word) in NO_OPTION:
+        return f" ({NO_OPTION[plain(word)]})"
     if meant := option_meant(word, known):
         return f" (did you mean {meant!r}?)"
     by_name = {name.lstrip("-"): name for name in known}
@@ -236,7 +236,7 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     scalar = _scalar(value, outer, metadata)
     if scalar is None:
         before = {bool: "true, false or ", dict: "a mapping or "}
-        hint = f" ({CHOICES[value]})" if isinstance(value, str) and value in CHOICES else ""
+        hint = f" ({NO_OPTION[value]})" if isinstance(value, str) and value in NO_OPTION else ""
         words = "".join(before[typing.get_origin(other) or other] for other in others)
         raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}{hint}.")
     if metadata.get("range") and metadata["range"].size and 0 < scalar < _LEAST_SIZE:

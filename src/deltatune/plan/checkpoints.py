@@ -18,7 +18,7 @@ from ..ops.recomputation import Checkpoints
 from ..train.by_layer.layer_functions import lowest_layer
 from .device_limits import DeviceLimits
 from .forecast import Forecast
-from .search import fits
+from .search import fits, largest
 
 # The share of the device's memory that the chosen step may take. The rest is for memory that a plan does not know.
 SHARE = 0.9
@@ -111,35 +111,18 @@ def choose(
     for again in (False, True) if operators else (False,):
         if fits(planned(0, again), limits):
             return chosen(0, again)
-    layers = len(order.reached)
+    count = len(order.reached)
+
+    def fewest(most: int, again: bool) -> int:
+        """The fewest of at most so many layers with a plan that fits; `most` itself where none fits."""
+        whole, none = planned(0, again), planned(most, again)
+        known, values = {most: whole}, range(1, most)
+        return most - largest(lambda n: planned(most - n, again), limits, known, values, none, plans=_PLANS).value
+
+    layers = count
     if operators:
-        layers = _fewest(lambda layers: planned(layers, True), layers, limits)
+        layers = fewest(layers, True)
         # A layer that is recomputed as a whole leaves nothing to the operators.
-        if layers < len(order.reached) and not fits(planned(layers, False), limits):
+        if layers < count and not fits(planned(layers, False), limits):
             return chosen(layers, True)
-    return chosen(_fewest(lambda layers: planned(layers, False), layers, limits), False)
-
-
-def _fewest(planned: Callable[[int], Forecast], good: int, limits: DeviceLimits) -> int:
-    """The fewest of at most `good` layers with a plan that fits, while none is too few; `good` itself if its plan does
-    not.
-
-    Memory falls with the recomputed layers, so the next number is where a straight line from the largest fitting step
-    to the smallest other one meets the limit. At most five plans are made.
-    """
-    bad, plans = 0, {good: planned(good), 0: planned(0)}
-    while good - bad > 1 and len(plans) <= _PLANS and fits(plans[good], limits):
-        layers = max(min(_meets(plans, good, bad, limits), good - 1), bad + 1)
-        plans[layers] = planned(layers)
-        good, bad = (layers, bad) if fits(plans[layers], limits) else (good, layers)
-    return good
-
-
-def _meets(plans: dict[int, Forecast], good: int, bad: int, limits: DeviceLimits) -> int:
-    """How many layers are enough, by the straight line between the plans for `good` and `bad` of them."""
-    counts = [bad]
-    for limit, amount in ((limits.bytes, "bytes"), (limits.buffers, "buffers")):
-        first, last = (getattr(plans[layers], amount).amount for layers in (good, bad))
-        if limit is not None and last > limit:
-            counts.append(good - (limit - first) * (good - bad) // (last - first))
-    return max(counts)
+    return chosen(fewest(layers, False), False)

@@ -103,7 +103,7 @@ class Planner:
 def examine(
     config: TrainConfig,
     limits: DeviceLimits | None = None,
-    shown: screen.Shown | None = None,
+    shown: screen.PlanLines | screen.PlanPanel | None = None,
     *,
     advise: bool = False,
 ) -> RunForecast:
@@ -131,27 +131,24 @@ def examine(
     run = ready(config, lazy=True)
     run.prepare()
     rows, length = shape(run)
-    shown.shape(rows, length, run.config.max_seq_length)
-    for note in run.notes:
-        shown.fault(note)
+    for fact in (screen.shape(rows, length, run.config.max_seq_length), *map(screen.fault, run.notes)):
+        shown.add(fact)
     planner = Planner(run, layout, limits.brake)
-    choice = _choice(planner, limits, shown.tried)
-    if choice is None:
-        first = planner.at(rows, length)
-        forecast = RunForecast(first, limits)
-        shown.step(forecast)
-    else:
-        first = choice.forecast
-        forecast = RunForecast(first, limits, checkpoints=str(choice))
-        shown.step(forecast)
-        # Where larger values are searched for, auto may checkpoint every layer.
-        if choice.again != choice.of:
-            first = planner.at(rows, length, planner.least)
+    choice = _choice(planner, limits, lambda tried: shown.add(screen.tried(tried)))
+    first = planner.at(rows, length) if choice is None else choice.forecast
+    forecast = RunForecast(first, limits, checkpoints=None if choice is None else str(choice))
+    shown.answer(forecast)
+    for fact in [*([] if choice is None else [screen.checkpoints(choice)]), *screen.step(forecast, shown.verbose)]:
+        shown.add(fact)
+    # Where larger values are searched for, auto may checkpoint every layer.
+    if choice is not None and choice.again != choice.of:
+        first = planner.at(rows, length, planner.least)
     values = {}
     for name, value in _searches(planner, first, limits):
         values[name] = value
-        shown.largest(name, value)
-    shown.advice(_smaller(planner, first, limits, asked=advise).strip())
+        shown.add(screen.largest(name, value))
+    if sentence := _smaller(planner, first, limits, asked=advise).strip():
+        shown.add(Fact("smaller", sentence, line=sentence))
     return dataclasses.replace(forecast, batch=values["batch"], length=values["length"], rank=values.get("rank"))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import mlx.nn as nn
 
 from ..layers import describe
+from ..models.vision.frozen_tower import frozen_tower
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import lowest_layer
@@ -103,6 +104,8 @@ class Steps:
         self.model, self.config, self._layout = model, config, layout
         # The arrays before a step of the layers at these positions.
         self._before: dict[tuple[int, ...], Before] = {}
+        # The layers that are traced, by what is recomputed.
+        self._few: dict[tuple[tuple[int, ...], bool], FewLayers] = {}
 
     def forecast(
         self,
@@ -123,9 +126,9 @@ class Steps:
         """
         if checkpoints is None:
             checkpoints = Checkpoints(range(len(describe(self.model))) if self.config.grad_checkpoint else ())
-        few = checkpoints if isinstance(checkpoints, FewLayers) else few_layers(self.model, checkpoints)
-        # Pictures enter some layers alone.
-        if shape.images:
+        few = checkpoints if isinstance(checkpoints, FewLayers) else self._few_layers(checkpoints)
+        # The backward pass of a tower that trains comes after that of all layers.
+        if shape.images and frozen_tower(self.model) is None:
             few = few.every
         collects = gc.isenabled()
         gc.disable()
@@ -137,6 +140,12 @@ class Steps:
             gc.collect(0)
             if collects:
                 gc.enable()
+
+    def _few_layers(self, checkpoints: Checkpoints) -> FewLayers:
+        key = tuple(checkpoints.layers), checkpoints.operators
+        if key not in self._few:
+            self._few[key] = few_layers(self.model, checkpoints)
+        return self._few[key]
 
     def _planned(
         self, shape: BatchShape, few: FewLayers, layer_inputs: InputsPlace | None, brake: Brake | None
@@ -169,8 +178,8 @@ class Steps:
             least = max(held.bytes for held in whole(unqueued).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
-        if tower is not None and tower.bytes > amount:
-            amount, where = tower.bytes, "the vision tower, before the step"
+        if tower is not None and (alone := tower.bytes + left_out.bytes) > amount:
+            amount, where = alone, "the vision tower, before the step"
         return Forecast(
             shape.rows,
             shape.length,

@@ -30,12 +30,12 @@ from ..train.setup import Run, training
 from ..train.tree import leaves
 from .array_layout import ArrayLayout
 from .device_limits import brake
-from .placement import Placed, PlannedPass, chosen, refusing_layouts
+from .placement import Placement, PlannedPass, chosen, refusing_layouts
 from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
 
 
-def placed_evaluation(run: Run, stored: Store) -> Placed:
+def placed_evaluation(run: Run, stored: Store) -> Placement:
     """Choose which layers stay on the disk while `run.splits.test` is evaluated. Nothing is read.
 
     Args:
@@ -64,10 +64,10 @@ def placed_evaluation(run: Run, stored: Store) -> Placed:
                 return max(_peak(model, [*noted, outputs], bound), _peak(model, [features], bound))
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
-    return Placed(chosen(model, stored, memory, planned), [], stored)
+    return chosen(model, stored, memory, planned)
 
 
-def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placed:
+def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placement:
     """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
 
     Args:
@@ -95,10 +95,10 @@ def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, 
                 return _peak(model, noted, bound)
 
         planned = _planned(model, memory, peak, (1, tokens), "a shorter prompt")
-    return Placed(chosen(model, stored, memory, planned), [], stored)
+    return chosen(model, stored, memory, planned)
 
 
-def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length: int) -> Placed:
+def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length: int) -> Placement:
     """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
 
     Args:
@@ -117,7 +117,7 @@ def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length
             return max(_scoring(model, rows, length, bound), _answering(model, rows, length, bound))
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
-    return Placed(chosen(model, stored, memory, planned), [], stored)
+    return chosen(model, stored, memory, planned)
 
 
 def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int:

@@ -61,6 +61,7 @@ class Placement:
         inputs: The bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
         inputs_on_host: Whether they go to the host's memory, not to the disk.
         features: The limit of cached features of a frozen vision tower: in `memory`, or in the host's beside a GPU.
+        stored: The store of the weights.
     """
 
     memory: int
@@ -76,6 +77,7 @@ class Placement:
     inputs: int = 0
     inputs_on_host: bool = False
     features: int = 0
+    stored: Store | None = None
 
     @property
     def on_disk(self) -> int:
@@ -106,6 +108,38 @@ class Placement:
         """The shape of a pass, in words."""
         rows, length = self.tokens
         return f"{rows} x {length:,} tokens"
+
+    def bounds(self, run: Run) -> Bounds:
+        """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
+        weights = self.of(run.model, Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}")
+        return Bounds(self.said(), None, self._brake(), self.features, weights)
+
+    def limit(self) -> int:
+        """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
+        return self._brake() or self.memory
+
+    def _brake(self) -> int | None:
+        return None if self.streamed else brake(self.memory)
+
+    def of(self, model: nn.Module, folder: Path | None = None) -> Store | None:
+        """Read the weights that stay in memory; return the store of the others, or None if all stay.
+
+        `folder` is that of layers' inputs, where they go to the disk.
+        """
+        assert self.stored is not None
+        layers = [layer.module for layer in describe(model)]
+        disk = DiskTime(of="the host's memory" if self.on_host else "the disk")
+        inputs: LayerInputs | None = None
+        if self.inputs_on_host:
+            inputs = InputsOnHost(disk)
+        elif self.inputs and folder is not None:
+            disk.of = "the host's memory and the disk" if self.on_host else disk.of
+            inputs = InputsOnDisk(folder, disk)
+        self.stored.place(model, layers, self.streamed, on_host=self.on_host, disk=disk, inputs=inputs)
+        if self.streamed:
+            return self.stored
+        self.stored.close()
+        return None
 
     def said(self, unit: str = "iteration") -> list[Fact | str]:
         """Return the lines to print; this reads from the disk for a second. Every `unit` is a pass."""
@@ -166,62 +200,14 @@ class TooLittleMemoryError(UserError):
     lacking = 0
 
 
-class Placed(NamedTuple):
-    """A model with placed weights.
-
-    Attributes:
-        placement: Where they are.
-        lines: The lines to print from the preparation of a run.
-        stored: The store of the weights.
-    """
-
-    placement: Placement
-    lines: list[str]
-    stored: Store
-
-    def bounds(self, run: Run) -> Bounds:
-        """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
-        placement = self.placement
-        weights = self.of(run.model, Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}")
-        return Bounds(placement.said(), None, self._brake(), placement.features, weights)
-
-    def said(self, unit: str) -> list[Fact | str]:
-        """Return the lines to print, as Placement.said() does."""
-        return self.placement.said(unit)
-
-    def limit(self) -> int:
-        """Return the bytes from which on MLX waits for queued work while the model answers or is evaluated."""
-        return self._brake() or self.placement.memory
-
-    def _brake(self) -> int | None:
-        return None if self.placement.streamed else brake(self.placement.memory)
-
-    def of(self, model: nn.Module, folder: Path | None = None) -> Store | None:
-        """Read the weights that stay in memory; return the store of the others, or None if all stay.
-
-        `folder` is that of layers' inputs, where they go to the disk.
-        """
-        layers = [layer.module for layer in describe(model)]
-        placement = self.placement
-        disk = DiskTime(of="the host's memory" if placement.on_host else "the disk")
-        inputs: LayerInputs | None = None
-        if placement.inputs_on_host:
-            inputs = InputsOnHost(disk)
-        elif placement.inputs and folder is not None:
-            disk.of = "the host's memory and the disk" if placement.on_host else disk.of
-            inputs = InputsOnDisk(folder, disk)
-        self.stored.place(model, layers, placement.streamed, on_host=placement.on_host, disk=disk, inputs=inputs)
-        if placement.streamed:
-            return self.stored
-        self.stored.close()
-        return None
-
-
-def placed(run: Run) -> Placed:
+def placed(run: Run) -> tuple[Placement, list[str]]:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
     Args:
         run: The run.
+
+    Returns:
+        Where the weights are, and the lines to print from the preparation of the run.
 
     Raises:
         UserError: The run cannot be computed by layers, or `memory` is too small for it.
@@ -265,7 +251,7 @@ def placed(run: Run) -> Placed:
         inputs=inputs,
         features=_feature_bytes(model, memory - placement.bytes),
     )
-    return Placed(placement, lines, stored)
+    return placement, lines
 
 
 def _feature_bytes(model: nn.Module, spare: int) -> int:
@@ -340,7 +326,8 @@ def chosen(model: nn.Module, stored: Store, memory: int, planned: PlannedPass, r
     )
     streamed = left_on_disk(planned.peak, sizes, memory, least=int(not planned.whole))
     lowest = lowest_layer(model, [layer.path for layer in layers])
-    placement = Placement(memory, planned.peak, planned.tokens, sizes, lowest, streamed or (), stored.path)
+    shape = planned.peak, planned.tokens, sizes, lowest, streamed or ()
+    placement = Placement(memory, *shape, stored.path, stored=stored)
     if streamed is None:
         least = held(planned.peak, sizes, tuple(range(len(sizes))))
         error = TooLittleMemoryError(

@@ -27,7 +27,7 @@ from ..train.saved.outputs import Outputs
 from ..train.saving import kept_choices
 from ..train.setup import Run, ready
 from .fit import check, examine
-from .placement import Placed, placed
+from .placement import Placement, placed
 from .screen import PlanLines
 from .search import RunForecast
 
@@ -50,7 +50,7 @@ class PlannedRun(Run):
     """
 
     screen: Screen
-    placed: Placed | None
+    placed: Placement | None
 
     @classmethod
     def of(cls, config: TrainConfig, *, world: World | None = None, verbose: bool = False) -> PlannedRun:
@@ -73,9 +73,13 @@ class PlannedRun(Run):
         run = ready(config, world=world, lazy=bounded)
         for line in run.notes:
             screen.say(line)
-        with _announced(screen):
-            places = placed(run) if bounded else None
-        for line in run.prepare() if places is None else places.lines:
+        places: Placement | None = None
+        if bounded:
+            with _announced(screen):
+                places, lines = placed(run)
+        else:
+            lines = run.prepare()
+        for line in lines:
             screen.say(line)
         return cls(**vars(run), screen=screen, placed=places)
 

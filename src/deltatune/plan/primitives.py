@@ -3,7 +3,8 @@
 The rules describe the CPU backend. A GPU allocates in almost the same way: some of its kernels need no contiguous copy,
 so that the rules count too much, and its scratch space is not counted.
 
-Source: mlx/backend/cpu/*.cpp and mlx/backend/common/*.h of MLX 0.32.
+Source: mlx/backend/cpu/*.cpp and mlx/backend/common/*.h of MLX 0.32; for views common.cpp, slicing.cpp and
+broadcasting.cpp in mlx/backend/common.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from .array_layout import ArrayLayout
+from .array_layout import STATE, ArrayLayout
 from .graph import Node
-from .storage import Buffer, StoredArray, dense, product
-from .views import VIEWS
+from .storage import Buffer, StoredArray, contiguity, dense, product, reshaped
 
 # is_donatable in mlx/backend/common/utils.h: the reused buffer may be this many bytes larger than the output.
 _SPARE = 16384
@@ -39,18 +39,15 @@ class Machine(Protocol):
         """Hold a temporary buffer until the queued operations have run."""
 
 
-Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray]"]
+# Returns the outputs in order, or None where MLX copies the first input.
+Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray] | None"]
 
 
 def run_primitive(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Run the primitive of `node` on its inputs; return its outputs in order."""
-    view = VIEWS.get(node.kind)
-    if view is not None:
-        outputs = view(machine.layout, node, inputs)
-        if outputs is not None:
-            return outputs
-        return [_copied(machine, node, inputs[0])]
-    return RULES.get(node.kind, _plain)(machine, node, inputs)
+    rule = VIEWS.get(node.kind) or RULES.get(node.kind) or _new()
+    outputs = rule(machine, node, inputs)
+    return [_copied(machine, node)] if outputs is None else outputs
 
 
 def without_rule(nodes: Iterable[Node]) -> dict[str, int]:
@@ -58,53 +55,44 @@ def without_rule(nodes: Iterable[Node]) -> dict[str, int]:
     return dict(Counter(node.kind for node in nodes if node.kind not in RULES and node.kind not in VIEWS))
 
 
-def fresh(machine: Machine, node: Node) -> StoredArray:
+def _fresh(machine: Machine, node: Node) -> StoredArray:
     """A dense array for `node` in a new buffer."""
     return dense(machine.allocate(node.size * node.item_size, node.kind), node.shape, node.item_size)
 
 
+def _copied(machine: Machine, node: Node) -> StoredArray:
+    machine.queue()
+    return _fresh(machine, node)
+
+
 def _new_like(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
     """An array in a new buffer, with the layout of `source`; axes that are broadcast stay so."""
-    buffer = machine.allocate(source.data_size * node.item_size, node.kind)
-    return _with_layout(buffer, node, source)
+    return source.of(node, machine.allocate(source.data_size * node.item_size, node.kind))
 
 
-def _with_layout(buffer: Buffer, node: Node, source: StoredArray) -> StoredArray:
-    flags = (source.contiguous, source.row, source.column)
-    return StoredArray(buffer, node.shape, source.strides, node.item_size, source.data_size, *flags)
-
-
-def _may_reuse(machine: Machine, node: Node, index: int, source: StoredArray) -> bool:
-    """Whether the first output may overwrite this input (is_donatable in MLX)."""
-    return _may_reuse_for(machine, node, node, index, source)
-
-
-def _may_reuse_for(machine: Machine, node: Node, output: Node, index: int, source: StoredArray) -> bool:
+def _may_reuse(machine: Machine, node: Node, index: int, source: StoredArray, output: Node | None = None) -> bool:
+    """Whether an output, the first by default, may overwrite this input (is_donatable in MLX)."""
+    output = output or node
     fits = source.item_size == output.item_size and source.buffer.size <= output.size * output.item_size + _SPARE
     return fits and machine.is_donatable(node.inputs[index])
 
 
-def _copied(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
-    machine.queue()
-    return fresh(machine, node)
+def _new(queued: Callable[[int], int] = lambda inputs: 1) -> Rule:
+    """Each output is a new dense array; `queued` is the number of operations, by that of inputs."""
 
+    def rule(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+        machine.queue(queued(len(inputs)))
+        return [_fresh(machine, output) for output in node.outputs()]
 
-def _plain(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    machine.queue()
-    return [fresh(machine, output) for output in node.outputs()]
+    return rule
 
 
 def _unary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
-    return [_elementwise(machine, node, inputs[0])]
-
-
-def _elementwise(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
+    source = inputs[0]
     if not source.contiguous:
-        return fresh(machine, node)
-    if _may_reuse(machine, node, 0, source):
-        return _with_layout(source.buffer, node, source)
-    return _new_like(machine, node, source)
+        return [_fresh(machine, node)]
+    return [source.of(node) if _may_reuse(machine, node, 0, source) else _new_like(machine, node, source)]
 
 
 def _binary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
@@ -114,103 +102,71 @@ def _binary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list
 
 def _pairwise(machine: Machine, node: Node, a: StoredArray, b: StoredArray) -> StoredArray:
     if a.data_size == 1 and b.data_size == 1:
-        return StoredArray(
-            machine.allocate(node.item_size, node.kind),
-            node.shape, a.strides, node.item_size, 1, a.contiguous, a.row, a.column,
-        )  # fmt: skip
+        return _new_like(machine, node, a)
     if a.data_size == 1 and b.contiguous:
-        return _with_layout(b.buffer, node, b) if _may_reuse(machine, node, 1, b) else _new_like(machine, node, b)
+        return b.of(node) if _may_reuse(machine, node, 1, b) else _new_like(machine, node, b)
     if b.data_size == 1 and a.contiguous:
-        return _with_layout(a.buffer, node, a) if _may_reuse(machine, node, 0, a) else _new_like(machine, node, a)
+        return a.of(node) if _may_reuse(machine, node, 0, a) else _new_like(machine, node, a)
     same_order = (a.row and b.row) or (a.column and b.column)
     for index, one in enumerate((a, b)):
         if (same_order or (one.row and one.size == node.size)) and _may_reuse(machine, node, index, one):
-            return _with_layout(one.buffer, node, one)
-    return _new_like(machine, node, a) if same_order else fresh(machine, node)
+            return one.of(node)
+    return _new_like(machine, node, a) if same_order else _fresh(machine, node)
 
 
 def _select(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     if all(source.data_size == 1 for source in inputs):
-        second = inputs[1]
-        flags = (second.contiguous, second.row, second.column)
-        buffer = machine.allocate(node.item_size, node.kind)
-        return [StoredArray(buffer, node.shape, second.strides, node.item_size, 1, *flags)]
+        return [_new_like(machine, node, inputs[1])]
     same_order = all(source.row for source in inputs) or all(source.column for source in inputs)
     for index, source in enumerate(inputs):
         if (same_order or source.row) and _may_reuse(machine, node, index, source):
-            return [_with_layout(source.buffer, node, source)]
-    return [_new_like(machine, node, inputs[1]) if same_order else fresh(machine, node)]
+            return [source.of(node)]
+    return [_new_like(machine, node, inputs[1]) if same_order else _fresh(machine, node)]
 
 
-def _copy(machine: Machine, node: Node, source: StoredArray, vector: bool, same_kind: bool = True) -> StoredArray:
-    """copy_cpu of MLX: a `vector` copy keeps the layout, and reuses the input's buffer where it may be overwritten."""
-    if vector:
-        if _may_reuse(machine, node, 0, source):
-            if not same_kind:
-                machine.queue()
-            return _with_layout(source.buffer, node, source)
-        machine.queue()
-        return _new_like(machine, node, source)
-    return _copied(machine, node, source)
+def _copying(is_vector: Callable[[StoredArray], bool], writes: int = 1, *, same_kind: bool = True) -> Rule:
+    """The first input is copied (copy_cpu of MLX), and so many operations write into the copy.
+
+    A vector copy keeps the layout, and reuses the input's buffer where it may be overwritten.
+    """
+
+    def rule(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+        source = inputs[0]
+        vector = is_vector(source)
+        reused = vector and _may_reuse(machine, node, 0, source)
+        machine.queue(int(not reused or not same_kind))
+        if reused:
+            copy = source.of(node)
+        else:
+            copy = _new_like(machine, node, source) if vector else _fresh(machine, node)
+        machine.queue(writes)
+        return [copy]
+
+    return rule
 
 
-def _cast(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    return [_copy(machine, node, inputs[0], inputs[0].contiguous, same_kind=False)]
-
-
-def _full(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    return [_copy(machine, node, inputs[0], inputs[0].data_size != 1 and inputs[0].contiguous)]
-
-
-def _contiguous(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _contiguous(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     fits = one.buffer.size <= node.size * node.item_size + _SPARE
-    if fits and (one.row or (one.column and machine.layout.flag(node.primitive))):
-        return [_with_layout(one.buffer, node, one)]
-    return [_copied(machine, node, one)]
+    return [one.of(node)] if fits and (one.row or (one.column and machine.layout.flag(node.primitive))) else None
 
 
-def _update(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    """Scatter and similar primitives write into a copy of the first input, or into that input itself."""
-    copied = _copy(machine, node, inputs[0], inputs[0].row)
+def _reading(is_read: Callable[[StoredArray], bool], count: int | None = None) -> Rule:
+    """The output is new, and each of the first `count` inputs that cannot be read as it is gets a temporary copy."""
+
+    def rule(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+        for source in inputs[:count]:
+            if not is_read(source):
+                _temporary(machine, source.size * source.item_size)
+        return [_copied(machine, node)]
+
+    return rule
+
+
+def _temporary(machine: Machine, size: int) -> None:
     machine.queue()
-    return [copied]
-
-
-def _slice_update(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    one = inputs[0]
-    vector = one.data_size != 1 and one.contiguous and one.size == one.data_size
-    copied = _copy(machine, node, one, vector)
-    machine.queue()
-    return [copied]
-
-
-def _sort(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    copied = _copy(machine, node, inputs[0], inputs[0].contiguous)
-    machine.queue()
-    return [copied]
-
-
-def _pad(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    machine.queue(2)
-    return [fresh(machine, node)]
-
-
-def _concatenate(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    machine.queue(len(inputs))
-    return [fresh(machine, node)]
-
-
-def _unqueued(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    return [fresh(machine, node)]
-
-
-def _temporary(machine: Machine, source: StoredArray) -> Buffer:
-    machine.queue()
-    buffer = machine.allocate(source.size * source.item_size, "temporary")
-    machine.hold(buffer)
-    return buffer
+    machine.hold(machine.allocate(size, "temporary"))
 
 
 def _is_matrix(source: StoredArray) -> bool:
@@ -219,65 +175,43 @@ def _is_matrix(source: StoredArray) -> bool:
     return (rows == source.shape[-1] and columns == 1) or (rows == 1 and columns == source.shape[-2])
 
 
-def _matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    product_array = fresh(machine, node)
-    for source in inputs[:2]:
-        if not _is_matrix(source):
-            _temporary(machine, source)
-    machine.queue()
-    return [product_array]
+def _has_rows(source: StoredArray) -> bool:
+    return source.contiguous and source.strides[-1] == 1
+
+
+def _is_row(source: StoredArray) -> bool:
+    return source.row
+
+
+def _is_vector(source: StoredArray) -> bool:
+    return source.contiguous
 
 
 def _add_matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     third = inputs[2]
     if third.data_size != 1 and third.row and _may_reuse(machine, node, 2, third):
-        sums = _with_layout(third.buffer, node, third)
-    elif third.data_size != 1 and third.row:
-        machine.queue()
-        sums = _new_like(machine, node, third)
+        sums = third.of(node)
     else:
-        sums = _copied(machine, node, third)
+        machine.queue()
+        sums = _new_like(machine, node, third) if third.data_size != 1 and third.row else _fresh(machine, node)
     for source in inputs[:2]:
         if not _is_matrix(source):
-            _temporary(machine, source)
+            _temporary(machine, source.size * source.item_size)
     machine.queue()
     return [sums]
 
 
-def _quantized_matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    for source in inputs[: 3 if node.kind == "GatherQMM" else len(inputs)]:
-        if not (_is_matrix(source) if node.kind == "GatherQMM" else source.row):
-            _temporary(machine, source)
-    machine.queue()
-    return [fresh(machine, node)]
-
-
-def _softmax(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _softmax(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     machine.queue()
-    if not (one.contiguous and one.strides[-1] == 1):
-        return [_copied(machine, node, one)]
-    reused = machine.is_donatable(node.inputs[0])
-    return [_with_layout(one.buffer, node, one) if reused else _new_like(machine, node, one)]
-
-
-def _log_sum_exp(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    if not (inputs[0].contiguous and inputs[0].strides[-1] == 1):
-        _temporary(machine, inputs[0])
-    machine.queue()
-    return [fresh(machine, node)]
-
-
-def _scan(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    if not inputs[0].row:
-        _temporary(machine, inputs[0])
-    machine.queue()
-    return [fresh(machine, node)]
+    if not _has_rows(one):
+        return None
+    return [one.of(node) if machine.is_donatable(node.inputs[0]) else _new_like(machine, node, one)]
 
 
 def _convolution(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Allocates the output, the padded input and its windows; copies of the weights and the product where needed."""
-    output = fresh(machine, node)
+    output = _fresh(machine, node)
     data, weights = inputs[0], inputs[1]
     windows = product(node.shape[:-1]) * product(weights.shape[1:-1]) * data.shape[-1] * data.item_size
     sizes = [data.size * data.item_size, windows]
@@ -287,8 +221,7 @@ def _convolution(machine: Machine, node: Node, inputs: Sequence[StoredArray]) ->
     if node.item_size != 4:
         sizes.append(node.size * node.item_size)
     for size in sizes:
-        machine.queue()
-        machine.hold(machine.allocate(size, "temporary"))
+        _temporary(machine, size)
     machine.queue()
     return [output]
 
@@ -300,13 +233,104 @@ def _fused(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[
     outputs = []
     for output in node.outputs():
         for index, source in free:
-            if source.row and source.size == output.size and _may_reuse_for(machine, node, output, index, source):
-                outputs.append(_with_layout(source.buffer, output, source))
+            if source.row and source.size == output.size and _may_reuse(machine, node, index, source, output):
+                outputs.append(source.of(output))
                 free.remove((index, source))
                 break
         else:
-            outputs.append(fresh(machine, output))
+            outputs.append(_fresh(machine, output))
     return outputs
+
+
+def _given(last: bool) -> Rule:
+    """The outputs are the first inputs, or the last ones."""
+
+    def rule(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+        outputs = node.outputs()
+        same = inputs[-len(outputs) :] if last else inputs[: len(outputs)]
+        return [one.of(output) for one, output in zip(same, outputs, strict=True)]
+
+    return rule
+
+
+def _broadcast(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
+    missing = len(node.shape) - len(one.shape)
+    strides = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
+    grows = node.size > one.size
+    flags = (one.contiguous, one.row and not grows, one.column and not grows)
+    return [one.of(node, strides=(0,) * missing + strides, flags=flags)]
+
+
+def _expand(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    strides = list(inputs[0].strides)
+    for axis in machine.layout.vector(node.primitive):
+        strides.insert(axis, 1)
+    return [inputs[0].of(node, strides=tuple(strides))]
+
+
+def _squeeze(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    axes = set(machine.layout.vector(node.primitive))
+    return [inputs[0].of(node, strides=tuple(step for at, step in enumerate(inputs[0].strides) if at not in axes))]
+
+
+def _transpose(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
+    strides = tuple(one.strides[axis] for axis in machine.layout.vector(node.primitive))
+    whole = one.contiguous and one.data_size == one.size
+    return [one.of(node, strides=strides, flags=(True, *contiguity(node.shape, strides)[1:]) if whole else None)]
+
+
+def _slice(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+    if not node.size:
+        return None
+    # mlx/primitives.h: the members start, end and step are SmallVector<int, 10>, 72 bytes each.
+    steps = machine.layout.small_vector(node.primitive, STATE + 144)
+    strides = tuple(step * every for step, every in zip(inputs[0].strides, steps, strict=True))
+    data_size, spanned, row, column = _spanned(node, strides)
+    return [inputs[0].of(node, strides=strides, data_size=data_size, flags=(spanned == data_size, row, column))]
+
+
+def _as_strided(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    strides = machine.layout.small_vector(node.primitive, STATE + 72, "q")
+    data_size, spanned, row, column = _spanned(node, strides)
+    contiguous = spanned == data_size and all(step >= 0 for step in strides)
+    return [inputs[0].of(node, strides=strides, data_size=data_size, flags=(contiguous, row, column))]
+
+
+def _spanned(node: Node, strides: tuple[int, ...]) -> tuple[int, int, bool, bool]:
+    """The elements from the first to the last of an array with these strides, and the results of contiguity()."""
+    data_size = 1 + sum(abs(step) * (length - 1) for step, length in zip(strides, node.shape, strict=True))
+    return data_size, *contiguity(node.shape, strides)
+
+
+def _split(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    one = inputs[0]
+    pieces = []
+    for output in node.outputs():
+        data_size, row, column = contiguity(output.shape, one.strides)
+        same = data_size == one.data_size or row or column
+        flags = (data_size == 1 or (one.contiguous and same), row, column)
+        pieces.append(one.of(output, data_size=data_size, flags=flags))
+    return pieces
+
+
+def _reshape(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = inputs[0]
+    strides = reshaped(one, node.shape)
+    if strides is None:
+        return None
+    in_rows = (one.contiguous, True, node.size <= 1 or node.size == max(node.shape)) if one.row else None
+    return [one.of(node, strides=strides, flags=in_rows)]
+
+
+def _view(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+    one = inputs[0]
+    before, after = one.item_size, node.item_size
+    if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
+        return None
+    strides = tuple(step * before // after for step in one.strides[:-1]) + one.strides[-1:]
+    return [one.of(node, strides=strides, data_size=one.data_size * before // after)]
 
 
 _UNARY = [
@@ -320,7 +344,7 @@ _BINARY = [
     "Remainder", "Subtract",
 ]  # fmt: skip
 # Each output is a new dense array.
-_PLAIN = [
+_NEW = [
     "AllGather", "AllReduce", "Arange", "ArgPartition", "ArgReduce", "ArgSort", "BlockMaskedMM", "Cholesky",
     "CrossEntropy", "CrossEntropyVJP", "CustomKernel", "DynamicSlice", "Eig", "Eigh", "FFT", "GatedDeltaUpdate",
     "GatedDeltaUpdateVJP", "Gather", "GatherAxis", "GatherQQMM", "Hadamard", "Inverse", "LUF", "LayerNorm",
@@ -328,15 +352,28 @@ _PLAIN = [
     "ReduceScatter", "RoPE", "SVD", "ScaledDotProductAttention", "ScaledDotProductAttentionVJP", "SearchSorted", "Send",
 ]  # fmt: skip
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_PLAIN, _plain),
+    **dict.fromkeys(_NEW, _new()),
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_BINARY, _binary),
-    **dict.fromkeys(("Matmul", "GatherMM", "SegmentedMM"), _matmul),
-    **dict.fromkeys(("Scatter", "ScatterAxis", "MaskedScatter"), _update),
-    **dict.fromkeys(("SliceUpdate", "DynamicSliceUpdate"), _slice_update),
-    **dict.fromkeys(("QuantizedMatmul", "GatherQMM"), _quantized_matmul),
-    **dict.fromkeys(("Sort", "Partition"), _sort),
-    "Select": _select, "AsType": _cast, "Full": _full, "Contiguous": _contiguous, "Pad": _pad,
-    "Concatenate": _concatenate, "NumberOfElements": _unqueued, "AddMM": _add_matmul, "Softmax": _softmax,
-    "LogSumExp": _log_sum_exp, "Scan": _scan, "Convolution": _convolution, "Compiled": _fused,
+    **dict.fromkeys(("Matmul", "GatherMM", "SegmentedMM"), _reading(_is_matrix, 2)),
+    **dict.fromkeys(("Scatter", "ScatterAxis", "MaskedScatter"), _copying(_is_row)),
+    **dict.fromkeys(
+        ("SliceUpdate", "DynamicSliceUpdate"),
+        _copying(lambda one: one.data_size != 1 and one.contiguous and one.size == one.data_size),
+    ),
+    **dict.fromkeys(("Sort", "Partition"), _copying(_is_vector)),
+    "QuantizedMatmul": _reading(_is_row), "GatherQMM": _reading(_is_matrix, 3),
+    "LogSumExp": _reading(_has_rows, 1), "Scan": _reading(_is_row, 1),
+    "AsType": _copying(_is_vector, 0, same_kind=False),
+    "Full": _copying(lambda one: one.data_size != 1 and one.contiguous, 0),
+    "Pad": _new(lambda inputs: 2), "Concatenate": _new(lambda inputs: inputs),
+    "NumberOfElements": _new(lambda inputs: 0), "Select": _select, "Contiguous": _contiguous, "AddMM": _add_matmul,
+    "Softmax": _softmax, "Convolution": _convolution, "Compiled": _fused,
+}  # fmt: skip
+# The primitives with views of their inputs' buffers as outputs.
+VIEWS: dict[str, Rule] = {
+    **dict.fromkeys(("Copy", "StopGradient", "Depends"), _given(last=False)), "CustomTransforms": _given(last=True),
+    **dict.fromkeys(("Broadcast", "BroadcastAxes"), _broadcast), "ExpandDims": _expand, "Squeeze": _squeeze,
+    "Transpose": _transpose, "Slice": _slice, "Split": _split, "View": _view, "AsStrided": _as_strided,
+    **dict.fromkeys(("Reshape", "Flatten", "Unflatten"), _reshape),
 }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,30 +16,8 @@ from .forecast import Forecast, Moment
 from .search import Largest, RunForecast, fits
 
 
-class Shown(Protocol):
-    """Shows the findings of a plan, one by one."""
-
-    def shape(self, rows: int, length: int, max_seq_length: int) -> None:
-        """Report the shape of the planned step."""
-
-    def fault(self, note: str) -> None:
-        """Report a known fault of the model."""
-
-    def tried(self, choice: Choice) -> None:
-        """Report the memory of one checkpointing plan."""
-
-    def step(self, run_forecast: RunForecast) -> None:
-        """Report the memory of the run's step."""
-
-    def largest(self, name: str, result: Largest) -> None:
-        """Take the largest length, batch or rank that fits."""
-
-    def advice(self, sentence: str) -> None:
-        """Report the savings of smaller adapters and moments; an empty text where there are none."""
-
-
 class PlanLines:
-    """Says a plan in plain lines, for a pipe or a file.
+    """Says a plan in plain lines, for a pipe or a file: its answer first, and earlier facts behind it.
 
     Args:
         say: Takes one or more lines.
@@ -48,30 +25,23 @@ class PlanLines:
     """
 
     def __init__(self, say: Callable[[str], object], verbose: bool = False):
-        self._say, self._verbose = say, verbose
-        self._before: list[str] = []
+        self.verbose = verbose
+        self._say = say
+        self._before: list[Fact] = []
+        self._answered = False
 
-    def shape(self, rows: int, length: int, max_seq_length: int) -> None:
-        self._before.append(f"Step: {_shape(rows, length, max_seq_length)}.")
+    def add(self, fact: Fact) -> None:
+        """Report a fact."""
+        if self._answered:
+            self._say(str(fact))
+        else:
+            self._before.append(fact)
 
-    def fault(self, note: str) -> None:
-        self._before.append(note)
-
-    def tried(self, choice: Choice) -> None:
-        self._before.append(tried(choice))
-
-    def step(self, run_forecast: RunForecast) -> None:
-        self._say(f"{verdict(run_forecast)}.")
-        for line in self._before:
-            self._say(line)
-        self._say(step(run_forecast, verbose=self._verbose))
-
-    def largest(self, name: str, result: Largest) -> None:
-        self._say(f"  {name}: {words(result)}")
-
-    def advice(self, sentence: str) -> None:
-        if sentence:
-            self._say(sentence)
+    def answer(self, planned: RunForecast) -> None:
+        """Report whether the run fits."""
+        self._answered = True
+        for line in (f"{verdict(planned)}.", *self._before):
+            self._say(str(line))
 
 
 class PlanPanel:
@@ -85,10 +55,10 @@ class PlanPanel:
     """
 
     def __init__(self, console: Console, verbose: bool = False):
-        self._console, self._verbose = console, verbose
+        self.verbose = verbose
+        self._console = console
         self._facts: dict[str, Fact] = {}
         self._planned: RunForecast | None = None
-        self._rows: Largest | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> PlanPanel:
@@ -103,49 +73,17 @@ class PlanPanel:
         elif self._planned is not None:
             self._console.print(self._whole())
 
-    def shape(self, rows: int, length: int, max_seq_length: int) -> None:
-        self._add("step", _shape(rows, length, max_seq_length))
-
-    def fault(self, note: str) -> None:
-        self._add("model", note.removeprefix("Note: "))
-
-    def tried(self, choice: Choice) -> None:
-        self._add("tried", tried(choice).partition(": ")[2])
-
-    def step(self, run_forecast: RunForecast) -> None:
-        plan, limits, self._planned = run_forecast.forecast, run_forecast.limits, run_forecast
-        self._facts.pop("tried", None)
-        if run_forecast.checkpoints is not None:
-            self._add("checkpoints", run_forecast.checkpoints.partition(": ")[2].rstrip("."))
-        of = f" of {size(limits.bytes)}" if limits.bytes is not None else ""
-        share = plan.bytes.amount / limits.bytes if limits.bytes else None
-        text = (
-            f"{size(plan.bytes.amount)}{of}, {limits.why_bytes}; the peak is in the {_where(plan.bytes, self._verbose)}"
-        )
-        self._add("memory", text, share)
-        self._add("of it", f"{_parts(plan)}")
-        if limits.buffers is not None or self._verbose:
-            of = f" of {limits.buffers:,}" if limits.buffers is not None else ""
-            share = plan.buffers.amount / limits.buffers if limits.buffers else None
-            more = f"; {_counts(plan)}" if self._verbose else ""
-            self._add("buffers", f"{plan.buffers.amount:,}{of}, {limits.why_buffers}{more}", share)
-        if plan.unknown:
-            self._add("note", unknown(plan).strip())
-        self._add("largest", "one at a time, what fits:")
-
-    def largest(self, name: str, result: Largest) -> None:
-        if name == "length":
-            self._rows = result
-        self._add(name, words(result))
-
-    def advice(self, sentence: str) -> None:
-        if sentence:
-            self._add("smaller", sentence)
-
-    def _add(self, name: str, text: str, share: float | None = None) -> None:
-        self._facts[name] = Fact(name, text, share=share)
+    def add(self, fact: Fact) -> None:
+        """Report a fact, in the place of an earlier one of its name; one without a text is for lines alone."""
+        if fact.text:
+            self._facts[fact.name] = fact
         if self._live is not None:
             self._live.refresh()
+
+    def answer(self, planned: RunForecast) -> None:
+        """Report whether the run fits."""
+        self._planned = planned
+        self._facts.pop("tried", None)
 
     def _whole(self) -> RenderableType:
         if not self._facts:
@@ -154,7 +92,9 @@ class PlanPanel:
         if self._planned is not None:
             good = fits(self._planned.forecast, self._planned.limits)
             first = Text(verdict(self._planned), style="bold green" if good else "bold red")
-            first.append("; looking for the longest row" if self._rows is None else f"; {longest(self._rows)}")
+            length = self._facts.get("length")
+            longest = "looking for the longest row" if length is None else f"longest row {length.text}"
+            first.append(f"; {longest}".replace("longest row none", "no row fits"))
         plain = self._console.options.ascii_only
         width = min(self._console.width, WIDEST)
         return Group(first, panel("deltatune plan", list(self._facts.values()), width, plain))
@@ -187,22 +127,16 @@ def verdict(run_forecast: RunForecast) -> str:
     return f"{word}: {of}" + (f"; {plan.buffers.amount:,} of {limits.buffers:,} live buffers" if buffers else "")
 
 
-def longest(result: Largest) -> str:
-    """The longest row that fits, in a few words."""
-    return f"longest row {words(result)}" if result.value else "no row fits"
-
-
 def memory(plan: Forecast, limits: DeviceLimits) -> Fact:
     """Return the step's memory and the device's limit, for the first lines of a run."""
     of = f" of {size(limits.bytes)} ({limits.why_bytes})" if limits.bytes else ""
     text = f"{size(plan.bytes.amount)} planned{of}{_waits(plan, limits)}; {plan.rows} x {plan.length:,} tokens"
     text += f".{unknown(plan)}" if plan.unknown else ""
-    share = plan.bytes.amount / limits.bytes if limits.bytes else None
-    return Fact("memory", text, line=line(plan, limits), share=share)
+    return Fact("memory", text, line=line(plan, limits), share=_share(plan.bytes, limits.bytes))
 
 
 def checkpoints(choice: Choice) -> Fact:
-    """Return the recomputed layers where `grad_checkpoint` is auto, for the first lines of a run."""
+    """Return the recomputed layers where `grad_checkpoint` is auto."""
     return Fact("checkpoints", str(choice).partition(": ")[2].rstrip("."), line=str(choice))
 
 
@@ -231,41 +165,63 @@ def unknown(plan: Forecast) -> str:
     return f" The plan has no rule for {kinds} of this version of MLX, and counts one new buffer for each result."
 
 
-def _shape(rows: int, length: int, max_seq_length: int) -> str:
-    """Which step is planned; and why, where its rows are shorter than the option allows."""
+def shape(rows: int, length: int, max_seq_length: int) -> Fact:
+    """Return the shape of the planned step; and why, where its rows are shorter than the option allows."""
     text = f"{rows} x {length:,} = {rows * length:,} tokens"
     if length < max_seq_length:
         text += f", since no row of the data is longer, although max_seq_length is {max_seq_length:,}"
-    return text
+    return Fact("step", text)
 
 
-def step(run_forecast: RunForecast, *, verbose: bool = False) -> str:
+def fault(note: str) -> Fact:
+    """Return a known fault of the model."""
+    return Fact("model", note.removeprefix("Note: "), line=note)
+
+
+def tried(choice: Choice) -> Fact:
+    """Return the memory of one checkpointing plan."""
+    operators = " and cheap operators" if choice.checkpoints.operators else ""
+    text = f"{choice.again} of {choice.of} layers{operators} recomputed, {size(choice.forecast.bytes.amount)}."
+    return Fact("tried", text, line=f"Tried: {text}")
+
+
+def step(run_forecast: RunForecast, verbose: bool) -> list[Fact]:
     """Return the memory of the run's step, with the places of its peaks where `verbose`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
-    lines = [] if run_forecast.checkpoints is None else [run_forecast.checkpoints]
-    limit = f"limit {size(limits.bytes)}: {limits.why_bytes}" if limits.bytes is not None else limits.why_bytes
-    lines.append(f"Peak memory: {size(plan.bytes.amount)} ({limit}), in the {_where(plan.bytes, verbose)}.")
-    lines.append(f"  {_parts(plan)}.")
-    limit = f"limit {limits.buffers:,}: {limits.why_buffers}" if limits.buffers is not None else limits.why_buffers
-    lines.append(f"Peak live buffers: {plan.buffers.amount:,} ({limit}), in the {_where(plan.buffers, verbose)}.")
-    lines.append(f"  {_counts(plan)}.")
+    other = size(max(plan.bytes.amount - sum(plan.sizes.values()), 0))
+    parts = ", ".join([*(f"{name} {size(count)}" for name, count in plan.sizes.items()), f"all else {other}"])
+    counts = ", ".join([*(f"{name} {count:,}" for name, count in plan.counts.items()), f"all else {plan.beyond:,}"])
+    where, amount = _where(plan.bytes, verbose), size(plan.bytes.amount)
+    of, limit = _limits(limits.bytes, size)
+    facts = [
+        Fact(
+            "memory",
+            f"{amount}{of}, {limits.why_bytes}; the peak is in the {where}",
+            f"Peak memory: {amount} ({limit}{limits.why_bytes}), in the {where}.",
+            _share(plan.bytes, limits.bytes),
+        ),
+        Fact("of it", parts, line=f"  {parts}."),
+    ]
+    of, limit = _limits(limits.buffers, "{:,}".format)
+    text = f"{plan.buffers.amount:,}{of}, {limits.why_buffers}{f'; {counts}' if verbose else ''}"
+    facts.append(
+        Fact(
+            "buffers",
+            text if of or verbose else "",
+            f"Peak live buffers: {plan.buffers.amount:,} ({limit}{limits.why_buffers}), in the "
+            f"{_where(plan.buffers, verbose)}.\n  {counts}.",
+            _share(plan.buffers, limits.buffers),
+        )
+    )
     if plan.unknown:
-        lines.append(unknown(plan).strip())
-    lines.append("Largest that fits, one at a time:")
-    return "\n".join(lines)
+        facts.append(Fact("note", unknown(plan).strip(), line=unknown(plan).strip()))
+    return [*facts, Fact("largest", "one at a time, what fits:", line="Largest that fits, one at a time:")]
 
 
-def tried(choice: Choice) -> str:
-    """Return the line on the memory of one checkpointing plan."""
-    operators = " and cheap operators" if choice.checkpoints.operators else ""
-    return f"Tried: {choice.again} of {choice.of} layers{operators} recomputed, {size(choice.forecast.bytes.amount)}."
-
-
-def words(result: Largest) -> str:
-    """The largest batch, length or rank that fits."""
-    if not result.value:
-        return "none"
-    return f"{result.value:,}{' or more' if result.more else ''}"
+def largest(name: str, result: Largest) -> Fact:
+    """Return the largest length, batch or rank that fits."""
+    text = f"{result.value:,}{' or more' if result.more else ''}" if result.value else "none"
+    return Fact(name, text, line=f"  {name}: {text}")
 
 
 def _where(moment: Moment, verbose: bool) -> str:
@@ -273,12 +229,10 @@ def _where(moment: Moment, verbose: bool) -> str:
     return (moment.where if verbose else moment.where.partition(",")[0]).removeprefix("the ")
 
 
-def _parts(plan: Forecast) -> str:
-    other = plan.bytes.amount - sum(plan.sizes.values())
-    return ", ".join(
-        [*(f"{name} {size(count)}" for name, count in plan.sizes.items()), f"all else {size(max(other, 0))}"]
-    )
+def _limits(limit: int | None, written: Callable[[int], str]) -> tuple[str, str]:
+    """Return a limit as a panel and as a line show it; nothing where the device has none."""
+    return ("", "") if limit is None else (f" of {written(limit)}", f"limit {written(limit)}: ")
 
 
-def _counts(plan: Forecast) -> str:
-    return ", ".join([*(f"{name} {count:,}" for name, count in plan.counts.items()), f"all else {plan.beyond:,}"])
+def _share(peak: Moment, limit: int | None) -> float | None:
+    return peak.amount / limit if limit else None

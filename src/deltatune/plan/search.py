@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .device_limits import DeviceLimits
 from .forecast import Forecast
 
-_PLANS = 10
 Try = Callable[[int], Forecast]
 
 
@@ -54,6 +54,8 @@ def largest(
     known: dict[int, Forecast],
     values: range,
     fixed: Forecast | None = None,
+    *,
+    plans: int = 10,
 ) -> Largest:
     """Search for the largest of some values with a plan that fits.
 
@@ -66,15 +68,20 @@ def largest(
         known: Plans that exist already, by value. Those that are made here are added.
         values: The values that may be tried, from the smallest on.
         fixed: The memory of any value, as a plan for the value 0 would have it.
+        plans: The most plans that are made.
     """
     step, most, foreseen = values.step, values[-1] if values else 0, False
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
-    for _ in range(_PLANS):
+    for _ in range(plans):
         good, bad = _bounds(known, limits, most)
         low, high = good // step * step + step, min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
-        wanted = _guess(points, limits, good, high) // step * step
+        wanted = _guess(points, limits, good, high)
+        if bad <= most and wanted >= high:
+            # The curve meets the limit beyond a value that does not fit.
+            wanted = (good + bad) // 2
+        wanted = wanted // step * step
         near = foreseen and good and wanted < most and (wanted - good) * 50 <= good
         if low > high or near or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break
@@ -108,11 +115,12 @@ def _foreseen(points: Mapping[float, Forecast], value: int, plan: Forecast) -> b
 
 
 def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> int:
-    """The largest value in [low, high] at which the curve through the last three points is within the limit."""
+    """The largest value in [low, high] at which the curve through the points nearest to the limit is within it."""
     if len(points) < 2:
         return high
-    # The three points nearest to the limit predict best where it is met.
     nearest = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
+    if _bends_down(sorted(nearest)):
+        nearest = nearest[:2]
     first, last = low, high
     if _curve(nearest, high) <= limit:
         return high
@@ -123,6 +131,12 @@ def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> 
         else:
             last = middle - 1
     return first
+
+
+def _bends_down(points: list[tuple[float, int]]) -> bool:
+    """Whether the parabola through three points falls somewhere behind them, as memory does not."""
+    slopes = [(y - x) / (after - before) for (before, x), (after, y) in pairwise(points)]
+    return slopes != sorted(slopes)
 
 
 def _curve(points: list[tuple[float, int]], at: int) -> float:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from ..machine import environment
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
-from .primitives import run_primitive
+from .primitives import VIEWS, run_primitive
 from .storage import Buffer, StoredArray, dense, strided
-from .views import VIEWS
 
 # mlx/transforms.cpp: so many tasks are queued before MLX waits for one.
 TASKS_AHEAD = 10

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .graph import Node
+
 
 @dataclass(slots=True, eq=False)
 class Buffer:
@@ -39,6 +41,25 @@ class StoredArray:
     @property
     def size(self) -> int:
         return product(self.shape)
+
+    def of(
+        self,
+        node: Node,
+        buffer: Buffer | None = None,
+        *,
+        strides: tuple[int, ...] | None = None,
+        data_size: int | None = None,
+        flags: tuple[bool, bool, bool] | None = None,
+    ) -> StoredArray:
+        """Return the array of `node` with the buffer, strides, data size and flags of this one, but for those given."""
+        return StoredArray(
+            self.buffer if buffer is None else buffer,
+            node.shape,
+            self.strides if strides is None else strides,
+            node.item_size,
+            self.data_size if data_size is None else data_size,
+            *(flags or (self.contiguous, self.row, self.column)),
+        )
 
 
 def product(shape: Sequence[int]) -> int:

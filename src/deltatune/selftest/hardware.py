@@ -15,6 +15,7 @@ from ..machine import backend, disk_rate
 from ..ops import operators
 from ..ops.operator import timing
 from ..ops.operator.operator import Operator
+from ..ops.products.quantized_product import Quantization, packed_product
 from .outcome import PASSED, Check, Outcome, not_run
 
 _LENGTHS, _FEW = (512, 2048, 8192), (64,)
@@ -52,6 +53,7 @@ def products(quick: bool) -> Outcome:
     size = 4096 if narrow and not quick else 512
     weight = mx.random.normal((size, size), key=mx.random.key(0)).astype(mx.bfloat16 if narrow else mx.float32)
     packed = mx.quantize(weight, _GROUP, _BITS)
+    how = Quantization(True, _GROUP, _BITS, "affine")
     times = {}
     for rows in _FEW if quick else _LENGTHS:
         x = mx.random.normal((rows, size), key=mx.random.key(1)).astype(weight.dtype)
@@ -59,7 +61,7 @@ def products(quick: bool) -> Outcome:
         runs = {
             "dense": lambda x=x: [x @ weight.T],
             "4 bits": lambda x=x: [mx.quantized_matmul(x, *packed, group_size=_GROUP, bits=_BITS)],
-            "unpacked first": lambda x=x: [x @ mx.dequantize(*packed, _GROUP, _BITS).T],
+            "unpacked first": lambda x=x: [packed_product(x, *packed, how)],
         }
         times[rows] = timing.side_by_side(runs)
     return _measured(times, "rows")

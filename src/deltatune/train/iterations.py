@@ -22,7 +22,7 @@ from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
 from .ending.interrupt import InterruptedSamplingError
-from .engines.engine import Engine
+from .engine import Engine
 from .evaluation import nonfinite
 from .evaluation.evaluate import Evaluation
 from .evaluation.samples import Samples
@@ -201,7 +201,7 @@ class Iterations:
         progress.val_loss = loss
         # Without a target to count, the loss is NaN, which is no best.
         best = not math.isnan(loss) and (progress.best_loss is None or loss < progress.best_loss)
-        parts.reporting.validation(progress, record, best=best)
+        parts.reporting.report(progress, record, best=best)
         self._call(parts.callbacks.on_evaluation, record)
         if best:
             progress.best_loss, progress.evaluations_without_gain = loss, 0

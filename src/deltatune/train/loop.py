@@ -36,8 +36,7 @@ from .by_layer.layer_step import by_layers, step_of
 from .by_layer.store import Store
 from .distributed import World
 from .ending.early_end import Ending
-from .engines.early_engine import EarlyEngine, starts_early
-from .engines.engine import Engine
+from .engine import EarlyEngine, Engine, starts_early
 from .evaluation.evaluate import say_loss
 from .evaluation.reference import fill
 from .evaluation.samples import Samples

@@ -45,6 +45,7 @@ from .distillation.distillation_loss import distillation_loss
 from .distillation.teacher import checked_teacher, teacher_of
 from .distributed import World
 from .learned_positions import check_positions
+from .mtp_loss import FIGURES, mtp_loss
 from .options_check import check_options
 from .policy_gradient.policy_loss import figures_of, rollout_loss
 from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
@@ -162,6 +163,7 @@ def load_model(
         path or config.model,
         adapter_path,
         bare=lazy,
+        mtp=bool(config.mtp),
         trust_remote_code=config.trust_remote_code,
         lazy=lazy,
         from_scratch=config.from_scratch,
@@ -382,6 +384,11 @@ def with_loss(
     model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
 ) -> Training:
     """Return the result of training(): the loss that `config` names, and the findings on the model."""
+    if config.mtp:
+        parts, kind = _parts(model, compare)
+        loss = mtp_loss(model, _needed(parts, kind, config), config)
+        words = f"{kind}, {'' if config.mtp == 'only' else 'and '}of the multi-token-prediction head"
+        return Training(loss, words, layers, patches, compiled, figures=FIGURES)
     if config.loss == "sft":
         return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
     parts, kind = _parts(model, compare)

@@ -6,7 +6,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.decoding.sampled_token import DTYPES, SHARES, sampled_token, sampled_token_naive, serves, trial_case
+from deltatune.ops.decoding.sampled_token import (
+    DTYPES,
+    SHARES,
+    sampled_token,
+    sampled_token_naive,
+    serves,
+    trial_case,
+    twice,
+)
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator.case import judged
 
@@ -22,7 +30,7 @@ def test_a_wrong_kernel_is_refused(result, running):
     def wrong(launch: Launch) -> list[mx.array]:
         results = running(SHARES)(launch)
         if len(results) == 3:
-            results[result] = results[result] + (1 if result == 0 else 0.01)
+            results[result] = results[result] + (0.01 if result == 1 else 1)
         return results
 
     assert not judged(trial_case(mx.float32), wrong, "kernel").passed
@@ -33,9 +41,10 @@ def test_rows_of_few_logits(shape, running):
     logits = mx.random.normal(shape, key=mx.random.key(1))
     for seed in range(5):
         with on(running(SHARES)):
-            results = sampled_token(logits, mx.random.key(seed), 1.3)
-        for one, other in zip(results, sampled_token_naive(logits, mx.random.key(seed), 1.3), strict=True):
+            results = sampled_token(logits, twice(mx.random.key(seed)), 1.3)
+        for one, other in zip(results, sampled_token_naive(logits, twice(mx.random.key(seed)), 1.3), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert mx.array_equal(results[2], twice(mx.random.split(mx.random.key(seed))[0]))
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
@@ -48,8 +57,10 @@ def test_a_row_without_a_distribution_has_no_finite_figures(by_kernel, running):
     logits[3] = -mx.inf
     logits[3, 431] = 1e4
     with on(running(SHARES)):
-        tokens, *figures = (sampled_token if by_kernel else sampled_token_naive)(logits, mx.random.key(0), 1.0)
-    assert mx.isfinite(mx.stack(figures)).tolist() == [[False] * 3 + [True] * 2] * 2
+        tokens, figures, _ = (sampled_token if by_kernel else sampled_token_naive)(logits, twice(mx.random.key(0)), 1.0)
+    assert mx.array_equal(figures[0], tokens)
+    figures = figures[1:]
+    assert mx.isfinite(figures).tolist() == [[False] * 3 + [True] * 2] * 2
     assert (tokens[3].item(), figures[0][3].item(), figures[1][3].item()) == (431, 0.0, 0.0)
     assert figures[1][4].item() == pytest.approx(np.log(600), rel=1e-5)
 

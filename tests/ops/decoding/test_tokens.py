@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from host_machine import HostError
 
 from deltatune.machine import backend
 from deltatune.ops.decoding import attention_token, delta_token, gated_attention_token, linear_token
@@ -66,7 +67,7 @@ def cases() -> Iterator[Any]:
         yield gated_attention_token, (*GATED[number], (dtype, dtype, mx.float32 if number % 2 else dtype))
     # With and without a norm, a second weight, adapters and a residual: any three of them in both types.
     for parts in itertools.product([False, True], repeat=4):
-        yield linear_token, (parts, list(linear_token.BOUNDS)[sum(parts) % 2], TokenBlock(2, 2))
+        yield linear_token, (parts, list(linear_token.BOUNDS)[sum(parts) % 2], TokenBlock(2, 2, 8))
 
 
 def named(value: Any) -> str:
@@ -85,7 +86,7 @@ WRONG = [
     (attention_token, (*ATTENTION[0], mx.float32), "y", 1.001),
     (delta_token, (*DELTA[1], delta_kinds(mx.float32, mx.float32)), "state", 1.001),
     (gated_attention_token, (*GATED[0], (mx.float32,) * 3), "y", 1.001),
-    (linear_token, ((True,) * 4, mx.bfloat16, TokenBlock(2, 1)), "y", 1.1),
+    (linear_token, ((True,) * 4, mx.bfloat16, TokenBlock(2, 1, 8)), "y", 1.1),
 ]
 
 
@@ -194,6 +195,24 @@ def test_a_row_of_any_start_is_read(rows, running):
     assert mx.abs(y - exact).max().item() <= linear_token.BOUNDS[mx.bfloat16] * mx.abs(exact).max().item()
 
 
+def test_blocks_wait_for_the_narrow_product_and_leave_their_counters_at_zero(running):
+    launches = []
+
+    def noted(launch: Launch) -> list[mx.array]:
+        launches.append(launch)
+        return running(linear_token.KERNEL)(launch)
+
+    case = linear_token.trial_case((True,) * 4, mx.bfloat16, TokenBlock(2, 1, 8))
+    mx.eval(case.computed(noted))
+    (launch,) = launches
+    assert launch.blocks[0] > 1
+    assert not launch.inputs["counters"].any()
+    if backend.device() == "cpu":
+        launch.kernel = replace(launch.kernel, in_order=False)
+        with pytest.raises(HostError, match="a block waits for one that has not run"):
+            running(linear_token.KERNEL)(launch)
+
+
 def attention_calls() -> Iterator[tuple]:
     """Yield the arguments of a right call, and then those of others that the kernel cannot compute."""
     q, keys, narrow, thirds = drawn((2, 4, 1, 32), (2, 2, 9, 32), (2, 2, 9, 24), (2, 3, 9, 32))
@@ -233,17 +252,18 @@ def gated_calls() -> Iterator[tuple]:
 
 
 def linear_calls() -> Iterator[tuple]:
-    shapes = [(3, 16), (8, 16), (8, 16), (16,), (3, 8), (3, 2), (2, 8), (2, 8)]
-    x, weight, second, norm, residual, h, b, second_b = drawn(*shapes, dtype=mx.bfloat16)
-    call = LinearToken(x, weight, RowNorm(norm, 1e-6), second, LowRank(h, b, second_b), residual)
+    shapes = [(3, 16), (8, 16), (8, 16), (16,), (3, 8), (8, 16), (8, 8), (8, 8)]
+    x, weight, second, norm, residual, a, b, second_b = drawn(*shapes, dtype=mx.bfloat16)
+    call = LinearToken(x, weight, RowNorm(norm, 1e-6), second, LowRank(a, b, second_b), residual)
     yield (call,)
     yield (replace(call, x=x[:, :12], weight=weight[:, :12], norm=None, second=None, low_rank=None),)
     yield (replace(call, weight=weight.astype(mx.float32)),)
     yield (replace(call, second=second[:4]),)
     yield (replace(call, norm=RowNorm(norm[:8], 1e-6)),)
     yield (replace(call, residual=residual[:1]),)
-    yield (replace(call, low_rank=LowRank(h, b[:1], second_b)),)
-    yield (replace(call, low_rank=LowRank(h, b)),)
+    yield (replace(call, low_rank=LowRank(a, b[:1], second_b)),)
+    yield (replace(call, low_rank=LowRank(a, b)),)
+    yield (replace(call, low_rank=LowRank(a[:5], b[:, :5], second_b[:, :5])),)
     yield (LinearToken(x.astype(mx.float32), weight.astype(mx.float32)),)
     yield (LinearToken(x[0], weight),)
 

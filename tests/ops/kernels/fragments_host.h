@@ -110,3 +110,19 @@ inline void take_shares(float (&to)[4], const device float* from) {
   }
   for (int e = 0; e < 4; ++e) to[e] = from[e];
 }
+
+// The blocks of a kernel that waits run in the order of the grid, so that those it waits for have run.
+inline void arrive(device int* counter) { ++*counter; }
+inline void wait_for(const device int* counter, int count) {
+  if (*counter >= count) return;
+  host::fail("a block waits for one that has not run", 0);
+  host::leave();
+}
+inline bool is_last_of(device int* counter, int count) {
+  *counter = *counter + 1 == count ? 0 : *counter + 1;
+  return *counter == 0;
+}
+template <typename P>
+inline void load_written(unsigned (&to)[4], P from, bool counts) {
+  load_pairs<true>(to, from, counts ? 8 : 0);
+}

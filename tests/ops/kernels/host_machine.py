@@ -290,7 +290,11 @@ class HostMachine:
         return result
 
     def run(self, launch: Launch, seed: int = 1) -> list[mx.array]:
-        """Run a launch and return its outputs, which start as NaN. `seed` orders the blocks, groups and lanes."""
+        """Run a launch and return its outputs, which start as NaN. `seed` orders the blocks, groups and lanes.
+
+        Blocks of a kernel that is `in_order` run in the order of the grid.
+        """
+        seed = 0 if launch.kernel.in_order else seed
         entry, _ = specialise(launch)
         self.compile([launch])
         # A GPU keeps the compiled call of a plan, which is for arrays of the first call's shapes and dtypes.

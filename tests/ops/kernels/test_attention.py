@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from planted_defects import some_daily
 
 from beside import load
 from deltatune.ops.attention import hopper
@@ -166,10 +167,27 @@ HOPPER_DEFECTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("hopper", "name"), [*product([False], DEFECTS), *product([True], HOPPER_DEFECTS)])
-def test_a_planted_defect_shows(hopper, name, run, make, oracle, host_module):
-    text, (old, new) = (HOPPER, HOPPER_DEFECTS[name]) if hopper else (TEXT, DEFECTS[name])
-    machine = make(host_module.plant(text, old, new), hopper=hopper)
+PLANTED = [*product([False], DEFECTS), *product([True], HOPPER_DEFECTS)]
+
+
+@pytest.fixture
+def planted(host_module):
+    """planted(hopper, name) returns a text with a defect."""
+
+    def text(hopper, name):
+        return host_module.plant(*(HOPPER, *HOPPER_DEFECTS[name]) if hopper else (TEXT, *DEFECTS[name]))
+
+    return text
+
+
+@pytest.mark.parametrize(("hopper", "name"), PLANTED)
+def test_a_planted_defect_has_its_place(hopper, name, planted):
+    planted(hopper, name)
+
+
+@pytest.mark.parametrize(("hopper", "name"), some_daily(PLANTED))
+def test_a_planted_defect_shows(hopper, name, run, make, oracle, host_module, planted):
+    machine = make(planted(hopper, name), hopper=hopper)
     sizes = {"queries": 140, "heads": (1, 1), "size": 72} if hopper else {"queries": 70, "heads": (2, 1), "size": 24}
     dtype, bound = (mx.bfloat16, HALF * half_norm("bfloat16")) if hopper else (mx.float32, NORMAL)
     case = oracle.Case("planted", **sizes)

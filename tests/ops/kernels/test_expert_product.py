@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from host_machine import HostMachine, OneKernelReplaced, cuda_text, plant, shows
+from planted_defects import some_daily
 
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
@@ -329,14 +330,20 @@ PLANTED = [
 ]
 
 
-def wrongly(kind: str, name: str, run, on_hopper) -> bool:
+def planted(kind: str, name: str) -> str:
+    """Return a text with a defect."""
+    if kind == "any":
+        return plant(PORTABLE, *DEFECTS[name])
+    return plant(HOPPER, *(OF_PACKED if kind == "packed" else OF_HOPPER | OF_ADAPTERS)[name])
+
+
+def wrongly(kind: str, text: str, run, on_hopper) -> bool:
     """Whether the results with a planted defect are wrong."""
     if kind == "any":
         case = ExpertCase([33, 0, 32, 7, 64, 15], 40, 72)
-        run = partial(run, text=plant(PORTABLE, *DEFECTS[name]), watch=True)
+        run = partial(run, text=text, watch=True)
         right = within(run(case.product(SMALL)), case.truth)
         return not (right and within(run(case.gradient(SMALL)), case.gradient_truth, "gradient"))
-    text = plant(HOPPER, *(OF_PACKED if kind == "packed" else OF_HOPPER | OF_ADAPTERS)[name])
     if kind == "packed":
         case = ExpertCase([70, 0, 200, 3], 384, 320)
         return not mx.array_equal(on_hopper(case, True, text, group=64), on_hopper(case, True, group=64))
@@ -347,9 +354,15 @@ def wrongly(kind: str, name: str, run, on_hopper) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "name"), PLANTED)
+def test_a_planted_defect_has_its_place(kind, name):
+    planted(kind, name)
+
+
+@pytest.mark.parametrize(("kind", "name"), some_daily(PLANTED))
 def test_a_planted_defect_shows(kind, name, run, on_hopper):
     """A fault comes from the run and not from the compiler."""
-    assert shows(lambda: wrongly(kind, name, run, on_hopper), "expert_")
+    text = planted(kind, name)
+    assert shows(lambda: wrongly(kind, text, run, on_hopper), "expert_")
 
 
 # Each leaves what was in shared memory in the place of an operand's padding.

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from planted_defects import some_daily
 
 from beside import load
 from deltatune.machine import nvidia
@@ -256,6 +257,11 @@ def planted(heads: str, old: str, new: str) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_defect_has_its_place(name):
+    planted(*PLANTED[name])
+
+
+@pytest.mark.parametrize("name", some_daily(PLANTED))
 def test_a_planted_defect_shows(name, run, norms, table, host_module):
     case = table.Case("planted", **SIZES | OPEN | {"length": 260, "beta": 1.9, "keys": "near"})
     bounds = {key: fused_bf16_norm(0.0) for key in ("y", "q", "k", "v", "log_g", "beta")} | {"state": 1e-3}

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from planted_defects import some_daily
 
 from beside import load
 from deltatune.machine import nvidia
@@ -166,6 +167,11 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_has_its_place(name, host_module):
+    host_module.plant(TEXT, *DEFECTS[name])
+
+
+@pytest.mark.parametrize("name", some_daily(DEFECTS))
 def test_a_planted_defect_shows(name, worst, table, host_module):
     case = table.Case("planted", **SIZES | {"repeats": 3, "keys": "near", "length": 64})
     text = host_module.plant(TEXT, *DEFECTS[name])

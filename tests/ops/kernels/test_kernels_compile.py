@@ -154,7 +154,7 @@ def low_rank(dtype: mx.Dtype) -> None:
 
 def tokens() -> None:
     """Launch what stands in a step of a batch: with all that a linear layer takes along, and with nothing."""
-    for parts, block in (((True,) * 4, TokenBlock(2, 8)), ((False,) * 4, TokenBlock(1, 4))):
+    for parts, block in (((True,) * 4, TokenBlock(4, 4, 4)), ((False,) * 4, TokenBlock(2, 2, 16))):
         linear_token.trial_case(parts, mx.bfloat16, block).computed(Launch.run)
     layer = GatedAttention(8, 2, 256, 1e-6, 1e-6, 64, 1e7, 0.0625)
     gated_attention_token.trial_case(layer, True, (mx.bfloat16,) * 3).computed(Launch.run)
@@ -195,7 +195,7 @@ CASES = [(name, HOPPER) for name in LAUNCHES | IN_OTHER_TYPES | ON_HOPPER if nam
 CASES += [(name, BLACKWELL) for name in ON_BLACKWELL]
 # Text that other cases compile too: for small blocks, for Ampere, or in another type.
 WEEKLY = [("gated delta, fp16", HOPPER), ("gates a channel, bf16", HOPPER), ("LoRA, fp16", HOPPER)]
-WEEKLY += [("gated delta, bf16", BLACKWELL), ("passes, fp32", BLACKWELL)]
+WEEKLY += [("gated delta, bf16", BLACKWELL), ("passes, fp32", BLACKWELL), ("gated delta, fp32", HOPPER)]
 CASES = [pytest.param(*case, marks=[pytest.mark.weekly] * (case in WEEKLY)) for case in CASES]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from planted_defects import some_daily
 
 from beside import load
 from deltatune.lora.linear import with_low_rank
@@ -245,6 +246,11 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_has_its_place(defect, host_module):
+    host_module.plant(TEXT, *DEFECTS[defect])
+
+
+@pytest.mark.parametrize("defect", some_daily(DEFECTS))
 def test_a_planted_defect(defect, make_machine, host_module, divide):
     machine, product = make_machine(host_module.plant(TEXT, *DEFECTS[defect]), watch=True), defect.split(":")[0]
     divide(4, 128)

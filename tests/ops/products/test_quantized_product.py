@@ -150,6 +150,11 @@ def test_when_the_product_is_used(monkeypatch):
         assert not serves(mx.zeros(64), *matrix)
         assert not serves(mx.zeros((0, 64)), *matrix)
         assert serves(mx.zeros((1, 64)), *one_group) == (device == "cuda")
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    for inputs, outputs, rows in ((4096, 12288, 8), (1024, 248320, 8), (1024, 3584, 28), (1024, 2048, 48)):
+        large = mx.zeros((outputs, inputs // 8), mx.uint32), mx.zeros((outputs, inputs // 64))
+        assert serves(mx.zeros((rows, 1, inputs)), *large)
+        assert not serves(mx.zeros((rows - 1, 1, inputs)), *large)
     monkeypatch.setattr(backend, "device", lambda: "metal")
     assert not serves(mx.zeros((1000, 64)), *matrix)
     assert not serves(mx.zeros((2, 64)), *one_group)

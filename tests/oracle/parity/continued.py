@@ -51,9 +51,8 @@ def export(case: ParityCase, config: Config, weights: Weights, folder: Path) -> 
     """Write the checkpoint, draw an adapter for it, and export that."""
     start = Start(folder / "checkpoint", folder / "adapter", folder / "exported", {})
     start.checkpoint.mkdir()
-    settings, tensors = case.family.readable(config, weights)
-    (start.checkpoint / "config.json").write_text(json.dumps(settings))
-    arrays = {name: mx.array(value) for name, value in tensors.items()}
+    (start.checkpoint / "config.json").write_text(json.dumps(config))
+    arrays = {name: mx.array(value) for name, value in weights.items()}
     mx.save_safetensors(str(start.checkpoint / "model.safetensors"), arrays, {"format": "pt"})
     model, _ = load_model(start.checkpoint)
     experts = any("switch_mlp" in path for path, _ in model.named_modules())

@@ -161,6 +161,10 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         _linear_attention(lambda q, k, v, g: (q, k, v, mx.stop_gradient(g))),
         "granitemoehybrid",
     ),
+    "slopes of Lightning attention off by 1 %": (
+        _linear_attention(lambda q, k, v, g: (q, k, v, 1.01 * g)),
+        "bailing_moe_linear",
+    ),
     "gradient of the state lost between two chunks": (_cut_after(64), "qwen3_next"),
     "eps of the q and k norm 1e-4": (_norm_eps(mlx_lm.models.olmo_hybrid, 100), "olmo_hybrid"),
     "padding and prompt count in the loss": (_padding_counts, "qwen3"),

@@ -19,6 +19,8 @@ from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import BETAS, EPS, RANK, SCALE, STEPS, WEIGHT_DECAY, Adapters, ParityRun
 from deltatune.selftest.parity.families import Config, Weights
 
+from . import lightning  # noqa: F401  (makes a family known to transformers)
+
 WORDS = {
     "lora_A.default.weight": "lora_a",
     "lora_B.default.weight": "lora_b",

@@ -15,6 +15,9 @@ from deltatune.layers import describe, is_state_space
 from deltatune.lora import convert_to_lora
 from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
+from deltatune.ops import checkpoint
+from deltatune.ops.checkpoint import checkpointed
+from deltatune.ops.layer_cut import TOKENS, LayerCut
 from deltatune.ops.segments import segments
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched, served
@@ -132,12 +135,23 @@ def test_mixers_carry_their_state_between_pieces():
     assert [layer.kind for layer in layers] == ["mamba", "other", "mamba", "attention", "other"]
     with patched(model):
         carried = carries(model, layers)
-    assert [carry is not None for carry in carried] == [True, False, True, True, False]
-    assert carried[0].states == 2
-    # These layers demand a mask, which a piece does not have.
-    model = made("mamba2")
+    assert [carry.states for carry in carried] == [2, 0, 2, None, 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pieces_have_the_gradients_of_whole_rows(name, monkeypatch):
+    """Every layer of both patterns is cut, MLP and experts too."""
+    model, tokens = made(name), tokens_of(1, 70)
+    layers = describe(model)
     with patched(model):
-        assert carries(model, describe(model)) == [None, None]
+        expected = gradients(model, tokens)
+        cuts = [LayerCut(TOKENS, (0, 33, 34, 70))] * len(layers)
+        monkeypatch.setattr(checkpoint, "layer_cut", lambda x: cuts.pop())
+        with checkpointed([layer.module for layer in layers], carries(model, layers)):
+            results = gradients(model, tokens)
+    assert not cuts
+    for path, exact in expected.items():
+        assert mx.abs(results[path] - exact).max() <= 2e-5 * mx.abs(exact).max(), path
 
 
 def test_decoding_is_upstreams():

@@ -165,8 +165,10 @@ def straight() -> dict[str, bytes]:
     return {}
 
 
-# mpirun reports the dead rank itself, and mostly kills the others before they can.
-@pytest.mark.parametrize("backend", ["ring", pytest.param("mpi", marks=pytest.mark.weekly)])
+# Ranks that die at chosen moments, above, and ranks that resume, in test_distributed.py, are tested daily. mpirun
+# reports the dead rank itself, and mostly kills the others before they can.
+@pytest.mark.weekly
+@pytest.mark.parametrize("backend", ["ring", "mpi"])
 def test_killed_at_random_moments_the_run_ends_with_the_same_bits(
     killed, launch, two_ranks, tmp_path, straight, backend, request
 ):

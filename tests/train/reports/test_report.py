@@ -23,7 +23,6 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.reports.report import (
     ReportTable,
     RunDescription,
-    RunReport,
     options_yaml,
     plots,
     read_metrics,
@@ -262,7 +261,7 @@ def test_any_range_can_be_drawn(tmp_path):
         {"iteration": n} | {key: values[n] for key, values in zip(keys, ranges, strict=True) if n < len(values)}
         for n in range(2)
     ]
-    (tmp_path / "report.html").write_text(render(RunReport("ranges", runs={"": metrics})), encoding="utf-8")
+    (tmp_path / "report.html").write_text(render("ranges", {"": metrics}), encoding="utf-8")
     seen = in_browser(tmp_path, 1200)
     assert (len(seen["titles"]), seen["broken"]) == (7, False)
     # The last range needs a logarithmic axis.
@@ -321,4 +320,4 @@ def test_missing_metrics_cost_the_curves_alone(tmp_path):
 
 
 def test_a_report_without_metrics_has_no_curves():
-    assert drawn(render(RunReport("empty"))) == []
+    assert drawn(render("empty", {})) == []

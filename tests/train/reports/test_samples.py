@@ -17,7 +17,7 @@ from deltatune.train import StoppedError
 from deltatune.train.evaluation.samples import Samples
 from deltatune.train.progress import Progress
 from deltatune.train.reports.log import is_right
-from deltatune.train.reports.report import Pictured, RunReport, render, sample_tables
+from deltatune.train.reports.report import Pictured, render, sample_tables
 from deltatune.train.reports.report import read_metrics as read_records
 from killed_runs import result
 
@@ -147,7 +147,7 @@ def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_te
     samples = [{"prompt": f"ask {text}", "answer": answer, "expected": text} for text, answer in answers.items()]
     assert [is_right(sample) for sample in samples] == [True, False, True, True]
     assert is_right({"prompt": "ask", "answer": "so"}) is None
-    screen_text.screen.samples({"iteration": 4, "samples": samples})
+    screen_text.screen.report({"iteration": 4, "samples": samples})
     assert screen_text.text().splitlines() == [
         "Iter 4, sample 1: ask so -> so (right)",
         "Iter 4, sample 2: ask at 9 -> at 8 (expected at 9)",
@@ -157,7 +157,7 @@ def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_te
     (table,) = sample_tables([{"iteration": 4, "samples": samples}], [["data:image/jpeg;base64,A"]])
     assert (table.title, table.columns) == ("Samples: 3 of 4 right", ["prompt", "answer at 4", "expected", "right"])
     assert list(table.rows[1][1:]) == ["at 8", "at 9", False]
-    page = render(RunReport("samples", tables=[table]))
+    page = render("samples", {}, tables=[table])
     assert '<td data-name="prompt"><img alt="" src="data:image/jpeg;base64,A">ask so</td>' in page
 
 

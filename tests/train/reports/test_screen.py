@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from deltatune.train.reports.columns import Columns, duration, sparkline
-from deltatune.train.reports.screen import Fact, Screen, fitted, gauge, train_line
+from deltatune.train.reports.screen import Fact, Screen, fitted, gauge, line_of
 from deltatune.wrapping import wrapped
 
 RECORD = {
@@ -51,12 +51,12 @@ def test_durations(seconds, text):
 
 def test_lines_hold_every_figure():
     record = RECORD | {"iteration": 10, "grad_norm": None, "peak_memory": 1.5}
-    assert train_line(record, 20, 4.0) == (
+    assert line_of(record, 20, 4.0) == (
         "Iter 10/20: train loss 1.2346, grad norm -, lr 1.25e-05, 2.5 it/s, 123,457 tok/s, peak 1.5 GB, 0:04 left"
     )
-    assert "grad norm 0.5," in train_line(record | {"grad_norm": 0.5}, 20, 4.0)
-    assert "peak 11.4 MB," in train_line(record | {"peak_memory": 0.0114}, 20, 4.0)
-    long = train_line(record | {"iteration": 1200, "iterations_per_second": 1234.5, "peak_memory": 0.9998}, 40000, 4.0)
+    assert "grad norm 0.5," in line_of(record | {"grad_norm": 0.5}, 20, 4.0)
+    assert "peak 11.4 MB," in line_of(record | {"peak_memory": 0.0114}, 20, 4.0)
+    long = line_of(record | {"iteration": 1200, "iterations_per_second": 1234.5, "peak_memory": 0.9998}, 40000, 4.0)
     assert long.startswith("Iter 1,200/40,000: ")
     assert ", 1,234 it/s, " in long
     assert ", peak 1 GB, " in long
@@ -101,9 +101,9 @@ def test_every_line_fits_the_terminal_and_no_word_is_broken(terminal, width, mor
         screen.say(fact)
     screen.panel("deltatune train")
     evaluated = {f"val_{name}": value for name, value in more.items()}
-    screen.validation({"iteration": 0, "val_loss": 2.5, "val_time": 1.0} | evaluated, best=True)
-    screen.training(RECORD | more, 20_000, 3723.0)
-    screen.samples({"iteration": 12_000, "samples": [{"prompt": "what is this " * 30, "answer": "word " * 50}]})
+    screen.report({"iteration": 0, "val_loss": 2.5, "val_time": 1.0} | evaluated, best=True)
+    screen.report(RECORD | more, total=20_000, left=3723.0)
+    screen.report({"iteration": 12_000, "samples": [{"prompt": "what is this " * 30, "answer": "word " * 50}]})
     screen.ended("", [("saved", "out")], "deltatune chat --model m --adapter-path out")
     assert max(map(cell_len, lines())) <= width
     said = " ".join(" ".join(lines()).split())
@@ -116,8 +116,8 @@ def test_every_line_fits_the_terminal_and_no_word_is_broken(terminal, width, mor
 def test_columns_stand_under_their_headings_and_wider_terminals_have_more(terminal):
     for width, expected in ((80, {"grad", "lr", "memory", "left"}), (120, {"grad", "lr", "memory", "left", "it/s"})):
         screen, lines = terminal(width)
-        screen.training(RECORD, 20_000, 3723.0)
-        screen.validation({"iteration": 12_000, "val_loss": 2.5, "val_time": 1.0}, best=False)
+        screen.report(RECORD, total=20_000, left=3723.0)
+        screen.report({"iteration": 12_000, "val_loss": 2.5, "val_time": 1.0}, best=False)
         heading, trained, evaluated = lines()
         assert expected <= set(heading.split())
         assert ("it/s" in heading) == ("it/s" in expected)
@@ -157,7 +157,7 @@ def test_a_terminal_of_ascii_gets_ascii(terminal):
         screen.say(fact)
     screen.panel("deltatune train")
     for loss in (4.0, 3.0):
-        screen.training(RECORD | {"train_loss": loss}, 20_000, 1.0)
+        screen.report(RECORD | {"train_loss": loss}, total=20_000, left=1.0)
     screen.start(0, 2)
     screen.advance(1, 3.0, 1.0)
     screen.stop()
@@ -194,7 +194,7 @@ def test_a_gauge_is_as_full_as_the_memory():
 def test_an_answer_without_spaces_is_shown_from_its_beginning(terminal):
     screen, lines = terminal(80)
     answer = "我们早上八点开门" * 15
-    screen.samples({"iteration": 1, "samples": [{"prompt": "几点开门?", "answer": answer}]})
+    screen.report({"iteration": 1, "samples": [{"prompt": "几点开门?", "answer": answer}]})
     assert max(map(cell_len, lines())) <= 80
     assert "".join(line.strip() for line in lines()[1:]).removeprefix("answer ") == answer
 
@@ -234,7 +234,7 @@ def test_a_run_goes_on_where_nobody_reads(monkeypatch):
 def test_prompts_and_answers_are_no_markup(terminal):
     """To rich, [/INST] would be an end of a style that has no beginning, and :smile: a picture."""
     screen, lines = terminal(100)
-    screen.samples({"iteration": 1, "samples": [{"prompt": "[INST] hello [/INST]", "answer": "[b]yes[/b] :smile:"}]})
+    screen.report({"iteration": 1, "samples": [{"prompt": "[INST] hello [/INST]", "answer": "[b]yes[/b] :smile:"}]})
     assert [line.strip() for line in lines()] == ["asked [INST] hello [/INST]", "answer [b]yes[/b] :smile:"]
 
 

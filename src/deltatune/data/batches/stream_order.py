@@ -80,20 +80,6 @@ class StreamedSplits(Splits):
     first: Window = field(kw_only=True)
 
 
-@dataclass
-class _Part:
-    """A window, its number from 0, the pass over the data that it belongs to, and its batches."""
-
-    window: Window
-    number: int
-    epoch: int
-    order: BatchOrder
-    batches: Iterator[Batch]
-    length: int
-    # The number of batches that were taken.
-    step: int
-
-
 class StreamOrder:
     """An endless iterator of batches from a stream, one window after the other; the data starts again at its end.
 
@@ -114,8 +100,8 @@ class StreamOrder:
         order: Callable[[Sequence[Example]], BatchOrder],
         max_seq_length: int,
     ):
-        self._stream, self._order, self._max_seq_length = stream, order, max_seq_length
-        self._part = self._begin(first, 0, 0)
+        self._stream, self._order_of, self._max_seq_length = stream, order, max_seq_length
+        self._begin(first, 0, 0, order(first.examples))
 
     @property
     def window_rows(self) -> int:
@@ -131,21 +117,19 @@ class StreamOrder:
         return self
 
     def __next__(self) -> Batch:
-        if self._part.step >= self._part.length:
-            self._part = self._next_part()
-        batch = next(self._part.batches)
-        self._part.step += 1
-        return batch
+        if self._step >= self._order.batches_per_epoch:
+            self._next_window()
+        self._step += 1
+        return next(self._batches)
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data, as JSON values from which `restore` continues with the same batches."""
-        part = self._part
         return {
-            "epoch": part.epoch,
-            "window": part.number,
-            "step": part.step,
-            "place": part.window.place,
-            "window data": part.order.digest,
+            "epoch": self._epoch,
+            "window": self._number,
+            "step": self._step,
+            "place": self._window.place,
+            "window data": self._order.digest,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -154,28 +138,29 @@ class StreamOrder:
         Raises:
             UserError: The rows at that place have changed.
         """
-        part = self._part
-        if (part.number, part.window.place) == (state["window"], state["place"]):
-            window = part.window
-        else:
+        window = self._window
+        if (self._number, window.place) != (state["window"], state["place"]):
             window = self._stream.window(state["place"])
-        restored = self._begin(window, state["window"], state["epoch"], state["step"]) if window.examples else None
-        if restored is None or restored.order.digest != state["window data"]:
+        order = self._order_of(window.examples) if window.examples else None
+        if order is None or order.digest != state["window data"]:
             raise UserError(
                 f"resume: {self._stream.source.name} has other rows where the run stopped than it had there, so the "
                 "run cannot go on; give the same data, or start anew without --resume."
             )
-        self._part = restored
+        self._begin(window, state["window"], state["epoch"], order, state["step"])
 
-    def _next_part(self) -> _Part:
-        number, epoch, window = self._part.number, self._part.epoch, self._part.window
-        while True:
+    def _next_window(self) -> None:
+        number, epoch, window = self._number, self._epoch, self._window
+        while number == self._number or not window.examples:
             window = self._stream.window(window.after)
             number, epoch = number + 1, epoch + (window.place is None)
-            if window.examples:
-                return self._begin(window, number, epoch)
+        self._begin(window, number, epoch, self._order_of(window.examples))
 
-    def _begin(self, window: Window, number: int, epoch: int, step: int = 0) -> _Part:
-        order = self._order(window.examples)
-        batches = islice(order.epoch(number), step, None)
-        return _Part(window, number, epoch, order, batches, order.batches_per_epoch, step)
+    def _begin(self, window: Window, number: int, epoch: int, order: BatchOrder, step: int = 0) -> None:
+        """Continue with a window, the `number`th from 0, behind so many of its batches; `epoch` counts the data."""
+        self._window = window
+        self._number = number
+        self._epoch = epoch
+        self._order = order
+        self._batches = islice(order.epoch(number), step, None)
+        self._step = step

@@ -21,16 +21,17 @@ from ..recomputation import is_small_case, note
 
 # The most rows with products that are faster this way than MLX's. A block can compute them all.
 MOST_ROWS = 64
-# Groups of 32 lanes in a block, and about how many blocks an NVIDIA GPU computes at once.
-GROUPS, BLOCKS = 8, 112
+# About how many blocks an NVIDIA GPU computes at once.
+BLOCKS = 112
 KERNEL = Kernel(
     name="linear_token",
     files=("fragments.h", "decoding/linear_token.h"),
     values=("GROUPS", "TILES", "LINES", "PARTS"),
-    arrays=("eps", "x", "weight", "second", "norm", "h", "b", "second_b", "residual", "y"),
+    arrays=("eps", "x", "weight", "second", "norm", "a", "b", "second_b", "residual", "counters", "h", "y"),
     memory="LinearTokenMemory",
     memory_values=("GROUPS", "TILES", "LINES"),
     bounded=True,
+    in_order=True,
 )
 # The largest error that a trial allows over the largest element: a few roundings of the dtype.
 BOUNDS = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
@@ -52,12 +53,12 @@ class LowRank(NamedTuple):
     """The low-rank update that adapters add to the products.
 
     Attributes:
-        h: The rows' products with the narrow factors, [..., r].
-        b: The other factor, times the adapter's scale, [r, out].
+        a: The narrow factors, [r, in], which multiply the rows first.
+        b: The other factor, times the adapter's scale, [out, r].
         second_b: That of the second weight, or None where there is none.
     """
 
-    h: mx.array
+    a: mx.array
     b: mx.array
     second_b: mx.array | None = None
 
@@ -88,6 +89,11 @@ class LinearToken:
         return self.x.size // self.x.shape[-1]
 
     @property
+    def rank(self) -> int:
+        """The rank of the adapters together, 0 for none."""
+        return 0 if self.low_rank is None else self.low_rank.a.shape[0]
+
+    @property
     def arrays(self) -> Arrays:
         """All arrays that there are, by their names in the kernel's text."""
         every = {
@@ -102,10 +108,11 @@ class LinearToken:
 
 
 class TokenBlock(NamedTuple):
-    """The share of a block: 16 `tiles` outputs, of both weights together, of 8 `lines` rows."""
+    """The share of a block: 16 `tiles` outputs, of both weights together, of 8 `lines` rows, in groups of 32 lanes."""
 
     tiles: int
     lines: int
+    groups: int
 
 
 def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.array:
@@ -126,13 +133,14 @@ def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.ar
     if not covers(call):
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in call.arrays.items())
         raise ValueError(
-            f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], h [..., r], "
-            f"b [r, out] and a residual [..., out] of one 16-bit dtype, and inputs that are a multiple of 8."
+            f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], a [r, in], "
+            f"b [out, r] and a residual [..., out] of one 16-bit dtype, inputs and ranks that are multiples of 8."
         )
-    arrays, eps = call.arrays, 0.0 if call.norm is None else call.norm.eps
-    rank = 0 if call.low_rank is None else call.low_rank.b.shape[0]
-    sizes = tuple(arrays), call.x.shape, call.weight.shape[0], rank
-    return KERNEL(arrays, _plan(*sizes, call.x.dtype, block or _block_of(call), eps))[0]
+    arrays, eps, block = call.arrays, 0.0 if call.norm is None else call.norm.eps, block or _block_of(call)
+    if call.low_rank is not None:
+        arrays["counters"] = _counters(call.rows, block)
+    sizes = tuple(arrays), call.x.shape, call.weight.shape[0], call.rank
+    return KERNEL(arrays, _plan(*sizes, call.x.dtype, block, eps))[-1]
 
 
 def linear_token_naive(call: LinearToken) -> mx.array:
@@ -141,7 +149,7 @@ def linear_token_naive(call: LinearToken) -> mx.array:
 
     def product(weight: mx.array, b: mx.array | None) -> mx.array:
         y = x @ weight.T
-        return y if call.low_rank is None or b is None else y + call.low_rank.h @ b
+        return y if call.low_rank is None or b is None else y + (x @ call.low_rank.a.T) @ b.T
 
     y = product(call.weight, call.low_rank and call.low_rank.b)
     if call.second is not None:
@@ -153,22 +161,21 @@ def covers(call: LinearToken) -> bool:
     """Whether the kernel can compute with arrays of these shapes and dtypes."""
     if len({array.dtype for array in call.arrays.values()}) > 1 or call.x.dtype not in BOUNDS:
         return False
-    return _fits(call) and call.x.shape[-1] % 8 == 0
+    return _fits(call) and call.x.shape[-1] % 8 == call.rank % 8 == 0
 
 
 def _fits(call: LinearToken) -> bool:
     if call.x.ndim < 2 or call.weight.ndim != 2 or not call.x.size or not call.weight.size:
         return False
     (*rows, inputs), outputs, adapters = call.x.shape, call.weight.shape[0], call.low_rank
-    rank = 0 if adapters is None else adapters.h.shape[-1]
     shapes = {
         "x": (*rows, inputs),
         "weight": (outputs, inputs),
         "second": (outputs, inputs),
         "norm": (inputs,),
-        "h": (*rows, rank),
-        "b": (rank, outputs),
-        "second_b": (rank, outputs),
+        "a": (call.rank, inputs),
+        "b": (outputs, call.rank),
+        "second_b": (outputs, call.rank),
         "residual": (*rows, outputs),
     }
     both = adapters is None or (adapters.second_b is None) == (call.second is None)
@@ -181,7 +188,7 @@ def serves(call: LinearToken) -> bool:
         return _fits(call)
     if call.rows > MOST_ROWS or not covers(call):
         return False
-    parts = tuple(name in call.arrays for name in ("norm", "second", "h", "residual"))
+    parts = tuple(name in call.arrays for name in ("norm", "second", "a", "residual"))
     return OPERATOR.serves(parts, call.x.dtype, _block_of(call))
 
 
@@ -192,15 +199,30 @@ def _block_of(call: LinearToken) -> TokenBlock:
 
 @lru_cache(maxsize=1024)
 def _largest_block(rows: int, outputs: int, parts: int) -> TokenBlock:
-    lines, tiles = 1 << (-(-rows // 8) - 1).bit_length(), 2
-    while lines > 2 and math.prod(_grid(rows, parts * outputs, TokenBlock(tiles, lines))) < BLOCKS:
-        tiles, lines = (parts, lines) if tiles > parts else (tiles, lines // 2)
-    return TokenBlock(tiles, lines)
+    lines = 1 << (-(-rows // 8) - 1).bit_length()
+    shares = [(4, 4), (2, 4), (2, 2), (1, 2)] if lines > 2 else [(2, lines), (1, lines)]
+    counts = {
+        share: math.prod(_grid(rows, parts * outputs, TokenBlock(*share, 1))) for share in shares if share[0] >= parts
+    }
+    tiles, lines = next((share for share, count in counts.items() if count >= BLOCKS), list(counts)[-1])
+    # Two blocks of few groups share a multiprocessor; a block by itself needs many to keep loads on their way.
+    few = tiles * lines > 4 or counts[tiles, lines] >= 2 * BLOCKS
+    return TokenBlock(tiles, lines, 4 if few else 16)
 
 
 def _grid(rows: int, outputs: int, block: TokenBlock) -> tuple[int, int]:
     """The numbers of blocks that share out the outputs, of both weights together, and the rows."""
     return -(-outputs // (16 * block.tiles)), -(-rows // (8 * block.lines))
+
+
+def _counters(rows: int, block: TokenBlock) -> mx.array:
+    """Return the counters of a launch, which leaves them as zeros: no launch at the same time may have the same ones.
+
+    They are computed now, so that a compiled step has them as a constant.
+    """
+    counters = mx.zeros(max(8, 2 * -(-rows // (8 * block.lines))), mx.int32)
+    mx.eval(counters)
+    return counters
 
 
 @lru_cache(maxsize=1024)
@@ -209,18 +231,23 @@ def _plan(
 ) -> Plan:
     """Return the plan of a call with arrays of these names, x of this shape and adapters of this rank, 0 for none."""
     rows, parts, last = x[:-1], 2 if "second" in names else 1, len(x) - 1
+    across, down = _grid(math.prod(rows), parts * outputs, block)
+    # The first blocks of each row of blocks compute the product with the narrow factor.
+    narrow, _ = _grid(0, parts * rank, block)
+    between = {"h": ((*rows, rank), dtype)} if rank else {}
     return Plan(
-        outputs={"y": ((*rows, outputs), dtype)},
-        values={"GROUPS": GROUPS, "TILES": block.tiles, "LINES": block.lines, "PARTS": parts},
-        blocks=(*_grid(math.prod(rows), parts * outputs, block), 1),
-        groups=GROUPS,
+        outputs={**between, "y": ((*rows, outputs), dtype)},
+        values={"GROUPS": block.groups, "TILES": block.tiles, "LINES": block.lines, "PARTS": parts},
+        blocks=(narrow + across, down, 1),
+        groups=block.groups,
         sizes=(
             " * ".join(f"x_shape[{i}]" for i in range(last)),
             f"x_shape[{last}]",
             "weight_shape[0]",
-            "b_shape[0]" if rank else "0",
+            "a_shape[0]" if rank else "0",
         ),
-        written={"eps": f"{eps!r}f"},
+        written={"eps": f"{eps!r}f"} | ({"counters": "const_cast<GLOBAL int*>(counters)"} if rank else {}),
+        changes=("counters",) if rank else (),
     )
 
 
@@ -232,14 +259,14 @@ def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: Tok
         dtype: That of all arrays.
         block: The share of a block.
     """
-    rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * GROUPS + 40, 16 * block.tiles + 8, 5
-    names = ("x", "weight", "second", "norm", "h", "b", "second_b", "residual")
+    rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * block.groups + 40, 16 * block.tiles + 8, 40
+    names = ("x", "weight", "second", "norm", "a", "b", "second_b", "residual")
     matrices = [(rows, inputs), (outputs, inputs), (outputs, inputs)]
-    shapes = [*matrices, (inputs,), (rows, rank), (rank, outputs), (rank, outputs), (rows, outputs)]
+    shapes = [*matrices, (inputs,), (rank, inputs), (outputs, rank), (outputs, rank), (rows, outputs)]
     arrays = dict(zip(names, random_arrays([(shape, dtype) for shape in shapes]), strict=True))
-    for name in ("weight", "second", "b", "second_b"):
+    for name in ("weight", "second", "a", "b", "second_b"):
         # Products of many inputs would else be far from where silu bends.
-        arrays[name] = arrays[name] * (4 * arrays[name].shape[name.endswith("b") - 1]) ** -0.5
+        arrays[name] = arrays[name] * (4 * arrays[name].shape[1]) ** -0.5
     call = _with_parts(parts, arrays)
     wide = _with_parts(parts, {name: array.astype(mx.float32) for name, array in arrays.items()})
     around = [name for name, there in zip(("norm", "SwiGLU", "adapters", "residual"), parts, strict=True) if there]
@@ -255,7 +282,7 @@ def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: Tok
 
 def _with_parts(parts: tuple[bool, bool, bool, bool], arrays: Arrays) -> LinearToken:
     norm, second, adapters, residual = parts
-    low_rank = LowRank(arrays["h"], arrays["b"], arrays["second_b"] if second else None)
+    low_rank = LowRank(arrays["a"], arrays["b"], arrays["second_b"] if second else None)
     return LinearToken(
         arrays["x"],
         arrays["weight"],

@@ -21,7 +21,7 @@ from ..operator.measure import as_float64
 PARTS, GROUPS = 8, 8
 SHARES = Kernel(
     name="sampled_shares",
-    files=("decoding/sampled_token.h",),
+    files=("passes/exponentials.h", "decoding/sampled_token.h"),
     values=("GROUPS", "PARTS"),
     sizes=("logits_shape[0]", "logits_shape[1]"),
     arrays=("logits", "key", "temperature", "shares"),
@@ -32,8 +32,8 @@ JOINED = replace(
     SHARES,
     name="sampled_token",
     values=("GROUPS",),
-    sizes=("shares_shape[1]",),
-    arrays=("shares", "tokens", "log_probabilities", "entropies"),
+    sizes=("shares_shape[0]", "shares_shape[1]"),
+    arrays=("shares", "key", "tokens", "figures", "next"),
 )
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # The largest error that a trial allows over the largest element: sums of some hundred numbers a lane, in fp32.
@@ -45,28 +45,35 @@ def sampled_token(logits: mx.array, key: mx.array, temperature: float) -> list[m
 
     Args:
         logits: [B, V] floats.
-        key: The random key, [2] uint32.
+        key: The random key, [2] uint32, on which this token and those after it depend, `twice`.
         temperature: The divisor of the logits.
 
     Returns:
-        The tokens [B] int32, their log-probabilities [B] fp32, and the entropies of the rows [B] fp32, in nats. A row
-        with a NaN or without a finite logit has an entropy that is not finite.
+        The tokens [B] int32; the tokens again, their log-probabilities, and the entropies of the rows in nats, [3, B]
+        fp32, which are to be read; and the key of the next token, as `key`. A row with a NaN or without a finite logit
+        has an entropy that is not finite.
     """
     of_shares, of_rows = _plans(logits.shape, logits.dtype, temperature)
     (shares,) = SHARES({"logits": logits, "key": key}, of_shares)
-    return JOINED({"shares": shares}, of_rows)
+    return JOINED({"shares": shares, "key": key}, of_rows)
+
+
+def twice(key: mx.array) -> mx.array:
+    """Return a key two times, since MLX keeps arrays of up to 8 bytes in the host's memory, far from an NVIDIA GPU."""
+    return mx.concatenate([key, key])
 
 
 def sampled_token_naive(logits: mx.array, key: mx.array, temperature: float) -> list[mx.array]:
     """Compute the same by MLX's operations."""
+    following, here = mx.random.split(key[:2])
     scaled = logits.astype(mx.float32) / temperature
     normalised = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
     # mx.random.categorical samples a single row in another way.
-    tokens = (scaled + mx.random.gumbel(scaled.shape, key=key)).argmax(axis=-1).astype(mx.int32)
+    tokens = (scaled + mx.random.gumbel(scaled.shape, key=here)).argmax(axis=-1).astype(mx.int32)
     log_probabilities = mx.take_along_axis(normalised, tokens[:, None], axis=-1)[:, 0]
     # A logit of -infinity adds nothing.
     spread = mx.where(normalised == -mx.inf, 0.0, mx.exp(normalised) * normalised)
-    return [tokens, log_probabilities, -spread.sum(axis=-1)]
+    return [tokens, mx.stack([tokens, log_probabilities, -spread.sum(axis=-1)]), twice(following)]
 
 
 def serves(logits: mx.array) -> bool:
@@ -85,9 +92,8 @@ def _plans(shape: tuple[int, int], _dtype: mx.Dtype, temperature: float) -> tupl
         groups=GROUPS,
         written={"temperature": f"{float(temperature)!r}f"},
     )
-    figures = dict.fromkeys(("log_probabilities", "entropies"), (rows, mx.float32))
     of_rows = Plan(
-        outputs={"tokens": (rows, mx.int32), **figures},
+        outputs={"tokens": (rows, mx.int32), "figures": ((3, *rows), mx.float32), "next": ((4,), mx.uint32)},
         values={"GROUPS": 1},
         blocks=(*rows, 1, 1),
         groups=1,
@@ -100,21 +106,29 @@ def trial_case(dtype: mx.Dtype, shapes: tuple[tuple[int, int], ...] = ((9, 3001)
 
     The tokens are those of MLX's operations. Its sums are less exact, so that the other numbers are those of float64.
     """
-    key, temperature = mx.random.key(5), 0.7
+    key, temperature = twice(mx.random.key(5)), 0.7
     drawn = [mx.array(_wide_logits(shape)).astype(dtype) for shape in shapes]
     mx.eval(drawn)
 
     def call() -> list[mx.array]:
-        return [result for logits in drawn for result in sampled_token(logits, key, temperature)]
+        results = [sampled_token(logits, key, temperature) for logits in drawn]
+        # All bits of a key count.
+        return [
+            result
+            for tokens, figures, following in results
+            for result in (tokens, figures[0], figures[1:], following.view(mx.uint8))
+        ]
 
     def truth() -> list[np.ndarray]:
         results = []
         for logits in drawn:
-            tokens = np.array(sampled_token_naive(logits, key, temperature)[0])
-            results += [tokens, *_exact(as_float64(logits) / temperature, tokens)]
+            tokens, _, following = sampled_token_naive(logits, key, temperature)
+            exact = _exact(as_float64(logits) / temperature, np.array(tokens))
+            results += [tokens, tokens, exact, following.view(mx.uint8)]
         return results
 
-    names = [f"{name} of {logits.shape[1]}" for logits in drawn for name in JOINED.arrays[-3:]]
+    results = ("tokens", "tokens to be read", "figures", "next key")
+    names = [f"{name} of {logits.shape[1]}" for logits in drawn for name in results]
     return Case(f"a sampled token of each row, {dtype}", names, by_kernels(call), truth, BOUND, like=drawn)
 
 
@@ -124,13 +138,13 @@ def _wide_logits(shape: tuple[int, int]) -> np.ndarray:
     return logits
 
 
-def _exact(logits: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities of tokens and the entropies of the rows, in float64."""
+def _exact(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities of tokens and the entropies of the rows, [2, B] float64."""
     logits = logits - logits.max(axis=-1, keepdims=True)
     normalised = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     # A logit of -infinity adds nothing.
     spread = np.exp(normalised) * np.nan_to_num(normalised, neginf=0.0)
-    return normalised[np.arange(len(tokens)), tokens], -spread.sum(axis=-1)
+    return np.stack([normalised[np.arange(len(tokens)), tokens], -spread.sum(axis=-1)])
 
 
 OPERATOR = KernelOperator("a sampled token", trial_case, devices=("cuda", "metal"))

@@ -17,12 +17,12 @@ from .linear_token import LinearToken, LowRank, RowNorm, linear_token, serves
 
 
 class Matrix(NamedTuple):
-    """The matrix of a linear layer with its adapter: weight + (a^T b)^T.
+    """The matrix of a linear layer with its adapter: weight + b a.
 
     Attributes:
         weight: [out, in].
         a: The narrow factor of an adapter, [r, in], or None.
-        b: Its other factor, times the adapter's scale, [r, out], or None.
+        b: Its other factor, times the adapter's scale, [out, r], or None.
     """
 
     weight: mx.array
@@ -55,8 +55,7 @@ def product(x: mx.array, matrix: Matrix) -> mx.array | None:
         return None
     noted = trace.current().known.of(x, _Normed)
     call = LinearToken(x, matrix.weight) if noted is None else LinearToken(noted.x, matrix.weight, noted.norm)
-    adapted = _with_adapters(call, matrix.a, matrix.b)
-    return None if adapted is None else _called(adapted, matrix)
+    return _called(_with_adapters(call, matrix.a, matrix.b), matrix)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
@@ -64,11 +63,10 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     first, second = _product_of(gate), _product_of(up)
     if first is None or second is None or first.call.x is not second.call.x or first.call.norm != second.call.norm:
         return None
-    both = joined([first.matrix, second.matrix])
-    of_first, of_second = (None, None) if both.b is None else mx.split(both.b, [first.matrix.weight.shape[0]], axis=1)
+    a, b = _joined_factors([first.matrix, second.matrix])
+    of_each = [] if b is None else mx.split(b, [first.matrix.weight.shape[0]])
     call = replace(first.call, second=second.matrix.weight, low_rank=None)
-    adapted = _with_adapters(call, both.a, of_first, of_second)
-    return None if adapted is None else _called(adapted, first.matrix)
+    return _called(_with_adapters(call, a, *of_each), first.matrix)
 
 
 def total(x: mx.array, y: mx.array) -> mx.array:
@@ -83,25 +81,26 @@ def total(x: mx.array, y: mx.array) -> mx.array:
 def joined(matrices: Sequence[Matrix]) -> Matrix:
     """Return several matrices as one that gives their products beside one another; it is computed now.
 
-    Their adapters become one, too; its other factor has zeros where an adapter adds nothing.
+    Their adapters become one, too. Factors that are arguments of the step are not computed now.
     """
-    widths, weight = [matrix.weight.shape[0] for matrix in matrices], mx.concatenate([m.weight for m in matrices])
-    narrow = [matrix.a for matrix in matrices if matrix.a is not None]
-    if not narrow:
-        mx.eval(weight)
-        return Matrix(weight)
+    weight = mx.concatenate([matrix.weight for matrix in matrices])
+    mx.eval(weight)
+    return Matrix(weight, *_joined_factors(matrices))
+
+
+def _joined_factors(matrices: Sequence[Matrix]) -> tuple[mx.array, mx.array] | tuple[None, None]:
+    """Return a and b of all adapters together, if any; b has zeros where an adapter adds nothing."""
+    ranks = [0 if matrix.a is None else matrix.a.shape[0] for matrix in matrices]
+    if not any(ranks):
+        return None, None
     rows = []
     for place, matrix in enumerate(matrices):
-        if matrix.b is not None:
-            beside = sum(widths[:place]), sum(widths[place + 1 :])
-            rows.append(mx.pad(matrix.b, [(0, 0), beside]))
-    a, b = mx.concatenate(narrow), mx.concatenate(rows)
-    factors = trace.current().factors
-    if factors is None:
-        mx.eval(weight, a, b)
-        return Matrix(weight, a, b)
-    mx.eval(weight)
-    return Matrix(weight, *factors.kept(a, b))
+        b = mx.zeros((matrix.weight.shape[0], 0), matrix.weight.dtype) if matrix.b is None else matrix.b
+        rows.append(mx.pad(b, [(0, 0), (sum(ranks[:place]), sum(ranks[place + 1 :]))]))
+    a, b = mx.concatenate([matrix.a for matrix in matrices if matrix.a is not None]), mx.concatenate(rows)
+    if trace.current().factors is None:
+        mx.eval(a, b)
+    return a, b
 
 
 def _product_of(y: mx.array) -> _Product | None:
@@ -109,14 +108,13 @@ def _product_of(y: mx.array) -> _Product | None:
     return told.known.of(y, _Product) if told.next_tokens else None
 
 
-def _with_adapters(
-    call: LinearToken, a: mx.array | None, b: mx.array | None, second_b: mx.array | None = None
-) -> LinearToken | None:
-    """Return the call with the adapters' update, if any; None where no kernel computes their narrow product."""
-    if a is None or b is None:
-        return call
-    narrow = LinearToken(call.x, a, call.norm)
-    return replace(call, low_rank=LowRank(linear_token(narrow), b, second_b)) if serves(narrow) else None
+def _with_adapters(call: LinearToken, *factors: mx.array | None) -> LinearToken:
+    """Return the call with the update of adapters, if any, of which `factors` are a, b and the second weight's b."""
+    there = [factor for factor in factors if factor is not None]
+    kept = trace.current().factors
+    if kept is not None:
+        there = kept.kept(*there)
+    return replace(call, low_rank=LowRank(*there)) if there else call
 
 
 def _called(call: LinearToken, matrix: Matrix) -> mx.array | None:

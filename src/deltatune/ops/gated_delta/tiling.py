@@ -295,7 +295,7 @@ def _scan_slice(shape: Shape, dtype: mx.Dtype, erases: bool) -> Division:
         split = 2 if padded(key_size) % 32 == 0 else 1
         for size, groups in ((32, split), (64, 1)):
             if size <= max(32, rows) and heads * -(-value_size // size) <= blocks:
-                return _scan(size, groups, 1)
+                return _scan(size, groups, 1 if erases else 2)
     # The largest slice with which a scan fills a large GPU, else the smallest.
     sizes = [size for size in (128, 64, 32) if size <= max(32, rows)]
     return _scan(next((size for size in sizes if heads * -(-value_size // size) >= _FULL_GPU_BLOCKS), sizes[-1]))

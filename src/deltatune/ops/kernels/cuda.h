@@ -109,6 +109,7 @@ inline int tile_side(int e) { return (e >> 1) & 1; }
 constexpr int tile_second = 2;
 
 #define lane_exchange(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
+inline void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
 
 inline float lane_sum(float x) {
 #pragma unroll

@@ -115,3 +115,26 @@ inline void take_shares(float (&to)[4], const float* from) {
   const float4 found = __ldcg(reinterpret_cast<const float4*>(from));
   to[0] = found.x, to[1] = found.y, to[2] = found.z, to[3] = found.w;
 }
+
+// A counter between the blocks of a launch, at zero before it. A block's writes before a barrier can be read, by
+// load_written(), by those that waited for its arrival. A block may wait only for blocks before it in the grid, since a
+// GPU starts them in this order.
+inline void arrive(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
+}
+inline void wait_for(const int* counter, int count) {
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  } while (found < count);
+}
+// Whether this is the last of `count` blocks that count themselves here. The counter is zero again afterwards.
+inline bool is_last_of(int* counter, int count) {
+  return atomicInc(reinterpret_cast<unsigned*>(counter), count - 1) == count - 1;
+}
+// Loads eight neighbouring elements that another block wrote, or zeros.
+template <typename T>
+inline void load_written(unsigned (&to)[4], const T* from, bool counts) {
+  const uint4 found = counts ? __ldcg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+  to[0] = found.x, to[1] = found.y, to[2] = found.z, to[3] = found.w;
+}

@@ -69,6 +69,7 @@ class Kernel:
         bounded: Whether the compiler is told the threads of a block: where groups share out a multiprocessor's
             registers among them, or a block has many threads. Else it gives a thread the registers that it asks for.
         resident: How many blocks of a bounded kernel must fit on a multiprocessor, which bounds a lane's registers.
+        in_order: Whether blocks wait for others that are before them in the grid, as GPUs of NVIDIA start them.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Kernel:
     memory_values: tuple[str, ...] = ()
     bounded: bool = False
     resident: int = 1
+    in_order: bool = False
 
     def __call__(self, inputs: Arrays, plan: Plan) -> list[mx.array]:
         """Launch the kernel on these inputs, by name, and return its outputs."""

@@ -21,7 +21,7 @@ from .passes import BOUNDS, LEAST
 
 # Groups of 32 lanes for a row.
 GROUPS = 16
-FILES = ("passes/vocabulary_loss.h",)
+FILES = ("passes/exponentials.h", "passes/vocabulary_loss.h")
 LOSSES = Kernel(
     name="vocabulary_losses",
     files=FILES,

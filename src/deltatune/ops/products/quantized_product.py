@@ -26,6 +26,8 @@ from ..tracing import trace
 
 # The number of rows from which unpacking first is faster; on Metal choice.py compares times.
 ROWS = {"cpu": 8, "cuda": 64}
+# The same of a product with so many multiplications, for which an NVIDIA GPU takes longer than for its launches.
+ROWS_OF_LARGE, LARGE = 8, 10**8
 # The size of a slab, the part of a matrix that is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20, "metal": 256 * 2**20}
 
@@ -63,7 +65,9 @@ def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
     if not fewest_rows or not is_floating(x) or x.ndim < 2 or x.size == 0:
         return False
     if w.ndim == 2:
-        return math.prod(x.shape[:-1]) >= fewest_rows
+        rows = math.prod(x.shape[:-1])
+        large = backend.device() == "cuda" and rows * x.shape[-1] * w.shape[0] >= LARGE
+        return rows >= (min(fewest_rows, ROWS_OF_LARGE) if large else fewest_rows)
     lead = tuple(w.shape[:-2])
     return x.shape[-2] >= fewest_rows and tuple(x.shape[:-2])[-len(lead) :] == lead
 

@@ -13,7 +13,7 @@ say which of them they bring back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,22 +30,28 @@ class Factors:
     A first trace of the step notes them. They are computed once, and are arguments of the traces that follow.
 
     Args:
-        computed: The arrays that the first trace noted, as arguments of this one; None in the first.
+        computed: The noted arrays that are arguments of this trace, by their numbers; None in the first trace.
 
     Attributes:
-        noted: The arrays of the first trace.
+        noted: The arrays.
+        handed: The arrays in their place that the step computes with, which are zeros in the first trace.
     """
 
-    def __init__(self, computed: Sequence[mx.array] | None = None):
+    def __init__(self, computed: Mapping[int, mx.array] | None = None):
         self.noted: list[mx.array] = []
-        self._computed = None if computed is None else iter(computed)
+        self.handed: list[mx.array] = []
+        self._computed = computed
 
     def kept(self, *arrays: mx.array) -> list[mx.array]:
-        """Return the computed arrays in the place of these, or these in the first trace."""
-        if self._computed is not None:
-            return [next(self._computed) for _ in arrays]
-        self.noted += arrays
-        return list(arrays)
+        """Note arrays; return those in their place."""
+        start = len(self.handed)
+        for array in arrays:
+            if self._computed is None:
+                self.handed.append(mx.zeros(array.shape, array.dtype))
+            else:
+                self.handed.append(self._computed.get(len(self.noted), array))
+            self.noted.append(array)
+        return self.handed[start:]
 
 
 class RouterWatch(NamedTuple):

@@ -1,9 +1,9 @@
-"""The model families: how each tiny checkpoint is made, and the changes that mlx-lm needs to read it."""
+"""The model families: how each tiny checkpoint is made, as transformers saves it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,6 @@ Weights = dict[str, np.ndarray]
 Config = dict[str, Any]
 
 
-def _same(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    return dict(config), dict(weights)
-
-
 @dataclass(frozen=True)
 class Family:
     """A model family with a tiny checkpoint that is drawn from a seed.
@@ -27,7 +23,6 @@ class Family:
     Args:
         model_type: Transformers' name of the family.
         options: Options of the transformers config.
-        readable: Turns (config, weights) of a Hugging Face save into those that mlx-lm reads.
         rename: Regular expressions and replacements that turn a transformers module path into mlx-lm's.
         centred_norms: Whether a norm's weight is stored as its difference from 1.
         embedding_deviation: The standard deviation of embeddings.
@@ -39,7 +34,6 @@ class Family:
 
     model_type: str
     options: Config
-    readable: Callable[[Config, Weights], tuple[Config, Weights]] = _same
     rename: tuple[tuple[str, str], ...] = ()
     centred_norms: bool = False
     embedding_deviation: float = 0.5
@@ -60,97 +54,6 @@ class Family:
         for pattern, replacement in self.rename:
             module = re.sub(pattern, replacement, module)
         return module
-
-
-def pack_experts(weights: Weights) -> Weights:
-    """Join the matrices of single experts into mlp.experts.gate_up_proj [E, 2I, H] and .down_proj [E, H, I]."""
-    pattern = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-    joined: Weights = {}
-    of_layers: dict[str, dict[tuple[str, int], np.ndarray]] = {}
-    for name, value in weights.items():
-        match = pattern.fullmatch(name)
-        if match:
-            of_layers.setdefault(match[1], {})[match[3], int(match[2])] = value
-        else:
-            joined[name] = value
-    for prefix, parts in of_layers.items():
-        count = len(parts) // 3
-        joined[f"{prefix}.gate_up_proj"] = np.stack(
-            [np.concatenate([parts["gate", i], parts["up", i]]) for i in range(count)]
-        )
-        joined[f"{prefix}.down_proj"] = np.stack([parts["down", i] for i in range(count)])
-    return joined
-
-
-def _qwen3_5(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    interval = config["layer_types"].index("full_attention") + 1
-    model_type = config["model_type"].removesuffix("_text")
-    return {**config, "model_type": model_type, "full_attention_interval": interval}, pack_experts(weights)
-
-
-def _qwen3_next(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    rope = config["rope_parameters"]
-    interval = config["layer_types"].index("full_attention") + 1
-    added = {
-        "rope_theta": rope["rope_theta"],
-        "partial_rotary_factor": rope["partial_rotary_factor"],
-        "full_attention_interval": interval,
-    }
-    return {**config, **added}, dict(weights)
-
-
-def _gemma3(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    rope = config["rope_parameters"]
-    added = {
-        "rope_theta": rope["full_attention"]["rope_theta"],
-        "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
-        "sliding_window_pattern": config["layer_types"].index("full_attention") + 1,
-    }
-    return {**config, **added}, dict(weights)
-
-
-def _kimi_linear(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    dense = config["mlp_layer_types"].count("dense")
-    added = {"rope_theta": 10000.0, "first_k_dense_replace": dense, "mla_use_nope": True}
-    renamed = {
-        re.sub(rf"(layers\.[0-{dense - 1}]\.)block_sparse_moe\.", r"\1mlp.", name): value
-        for name, value in weights.items()
-    }
-    return {**config, **added}, renamed
-
-
-def _olmo_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    """Split the convolution by the widths of q, k and v; transformers saves equal thirds, although they differ."""
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    renamed = {}
-    for name, value in weights.items():
-        name = name.replace(".attention_layer_norm.", ".input_layernorm.")
-        renamed[name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")] = value
-    for name in [name for name in renamed if name.endswith("q_conv1d.weight")]:
-        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
-        fused = np.concatenate([renamed[part] for part in names])
-        renamed.update(zip(names, np.split(fused, [keys, 2 * keys]), strict=True))
-    return dict(config), renamed
-
-
-def _bailing_hybrid(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    """Rename output projections: transformers saves all as `dense`, released checkpoints say o_proj in delta layers."""
-    delta = [i for i, kind in enumerate(config["layer_types"]) if kind == "linear_attention"]
-    names = {f"model.layers.{i}.attention.dense.weight": f"model.layers.{i}.attention.o_proj.weight" for i in delta}
-    added = {
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "n_group": config["num_expert_group"],
-        "num_experts_per_tok": config["num_experts_per_token"],
-        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
-        "head_dim": config["linear_head_dim"],
-        "q_lora_rank": None,
-    }
-    return {**config, **added}, {names.get(name, name): value for name, value in weights.items()}
-
-
-def _unlimited_steps(config: Config, weights: Weights) -> tuple[Config, Weights]:
-    """Write the infinite limit of the steps as mlx-lm reads it; transformers writes it as a table."""
-    return {**config, "time_step_limit": [0.0, float("inf")]}, dict(weights)
 
 
 _BASE = {"vocab_size": VOCAB, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -184,21 +87,19 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "qwen3_5_text",
         {**COMMON, **ATTENTION, **DELTA, **_STACKED},
-        _qwen3_5,
-        _LANGUAGE_MODEL,
+        rename=_LANGUAGE_MODEL,
         centred_norms=True,
         draw=15,
     ),
     "qwen3_5_moe": Family(
         "qwen3_5_moe_text",
         {**_MOE_COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS},
-        _qwen3_5,
-        _LANGUAGE_MODEL,
+        rename=_LANGUAGE_MODEL,
         centred_norms=True,
         draw=3,
     ),
     "qwen3_next": Family(
-        "qwen3_next", {**COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS}, _qwen3_next, centred_norms=True, draw=6
+        "qwen3_next", {**COMMON, **ATTENTION, **DELTA, **ENCLOSED, **EXPERTS}, centred_norms=True, draw=6
     ),
     "kimi_linear": Family(
         "kimi_linear",
@@ -215,8 +116,7 @@ FAMILIES: dict[str, Family] = {
                 "full_attn_layers": [2],
             },
         },
-        _kimi_linear,
-        _FORGET_GATE,
+        rename=_FORGET_GATE,
         draw=18,
     ),
     "olmo_hybrid": Family(
@@ -231,7 +131,6 @@ FAMILIES: dict[str, Family] = {
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 28,
         },
-        _olmo_hybrid,
         draw=2,
     ),
     "bailing_hybrid": Family(
@@ -248,8 +147,7 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
             "num_mtp_layers": 0,
         },
-        _bailing_hybrid,
-        (*_FORGET_GATE, (r"\.self_attn\.", ".attention."), (r"(layers\.2\.attention)\.o_proj$", r"\1.dense")),
+        rename=(*_FORGET_GATE, (r"\.self_attn\.", ".attention."), (r"(layers\.2\.attention)\.o_proj$", r"\1.dense")),
         draw=37,
     ),
     # Layers of Mamba-2, an MLP, attention and experts.
@@ -269,8 +167,7 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "chunk_size": 32,
         },
-        _unlimited_steps,
-        ((r"^model\.", "backbone."),),
+        rename=((r"^model\.", "backbone."),),
     ),
     "granitemoehybrid": Family(
         "granitemoehybrid",
@@ -291,7 +188,61 @@ FAMILIES: dict[str, Family] = {
             "attention_multiplier": 0.3,
             "position_embedding_type": "rope",
         },
-        _unlimited_steps,
+    ),
+    # Each layer has Mamba-2 beside attention. mlx-lm folds the multipliers of embedding and head into their matrices.
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            **COMMON,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_chunk_size": 32,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 1.5,
+        },
+    ),
+    "mamba2": Family(
+        "mamba2",
+        {
+            **_BASE,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 24,
+            "state_size": 24,
+            # With more, mlx-lm's norm is not that of transformers (models/known_faults.py).
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+    ),
+    # Lightning attention in two layers; transformers has no model of it, tests/oracle/parity has one in torch.
+    "bailing_moe_linear": Family(
+        "bailing_moe_linear",
+        {
+            **COMMON,
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            "num_hidden_layers": 3,
+            "layer_group_size": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "group_norm_size": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 28,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        draw=5,
     ),
     "qwen3": Family("qwen3", {**COMMON, **ATTENTION, "num_hidden_layers": 2, "tie_word_embeddings": False}),
     # mlx-lm rounds gemma's embedding scale sqrt(hidden_size) to bf16, which is exact for 64.
@@ -306,7 +257,6 @@ FAMILIES: dict[str, Family] = {
             "query_pre_attn_scalar": 16,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
-        _gemma3,
         centred_norms=True,
         embedding_deviation=0.125,
     ),

@@ -54,7 +54,7 @@ def from_save(config: Config, weights: Weights, load: Callable[[Path], nn.Module
 
 def load(case: ParityCase, config: Config, weights: Weights) -> nn.Module:
     """mlx-lm's model of a Hugging Face save; a tensor that is missing or left over is an error."""
-    model = from_save(*case.family.readable(config, weights), lambda folder: load_model(folder)[0])
+    model = from_save(config, weights, lambda folder: load_model(folder)[0])
     return model if case.bits is None else quantise(model, case.bits)
 
 

@@ -84,23 +84,14 @@ class VisionCase:
         return seeded.spread(key, shape, int(np.prod(shape[1:])) ** -0.5)
 
     def readable(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
-        """config.json and tensors of a Hugging Face save in the form that mlx-vlm reads."""
-        if "vl" not in self.model_type:
-            text = config["text_config"]
-            interval = text["layer_types"].index("full_attention") + 1
-            return {**config, "text_config": {**text, "full_attention_interval": interval}}, weights
-        rope = config["text_config"]["rope_parameters"]
-        tied = "lm_head.weight" not in weights
-        text = {**config["text_config"], "rope_theta": rope["rope_theta"], "tie_word_embeddings": tied}
-        text |= {"num_experts": text["num_local_experts"]} if "num_local_experts" in text else {}
-        text["rope_scaling"] = {"type": "default", "mrope_section": rope["mrope_section"]}
-        vision = {**config["vision_config"], "model_type": self.model_type}
-        # Released checkpoints have the last two axes of their experts swapped.
+        """Return config.json and tensors as released checkpoints have them: axes of qwen3_vl_moe's experts swapped."""
+        if self.model_type != "qwen3_vl_moe":
+            return config, weights
         swapped = {
             name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
             for name, value in weights.items()
         }
-        return {**config, "text_config": text, "vision_config": vision}, swapped
+        return {**config, "text_config": {**config["text_config"], "tie_word_embeddings": False}}, swapped
 
 
 _TEXT = {**COMMON, **ATTENTION, "num_hidden_layers": 3}

@@ -185,6 +185,9 @@ def say_loss(
     if config.loss == "distill":
         # A test set measures what all runs measure, the cross-entropy of its answers.
         config = dataclasses.replace(config, loss="sft")
+    if config.mtp:
+        # The loss is the model's, even of a run that trained the head alone.
+        config = dataclasses.replace(config, mtp=True)
     # Nothing is differentiated, so nothing needs to be recomputed.
     with (
         training(model, config, compare=weights is None, checkpoints=Checkpoints()) as trained,
@@ -197,5 +200,5 @@ def say_loss(
         screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
         return loss
     perplexity = f"{math.exp(loss):.4g}" if loss < _LARGEST else f"above {math.exp(_LARGEST):.0e}"
-    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity}.")
+    screen.say(f"{name} loss {loss:.4f}, {name.lower()} perplexity {perplexity}{line(evaluation.figures)}.")
     return loss

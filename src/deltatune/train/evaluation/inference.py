@@ -15,6 +15,7 @@ from ...data.vision.media import media_reader
 from ...data.vision.prompt import PromptPictures
 from ...errors import UserError
 from ...models.batch_decoder import ROWS, answer_all
+from ...models.drafts import stream_drafted
 from ...models.generate import Sampling, stream, stream_with_pictures
 from ...models.load import Loaded
 from ...models.vocabulary import check_prompt
@@ -51,6 +52,7 @@ class Inference:
         chat: Whether answers end where the chat template ends them, too.
         extra_ends: Further tokens that end an answer.
         weights: The store from which the model's layers read their weights; None where all stay in memory.
+        draft: Whether the model's multi-token-prediction head drafts the likeliest answers.
 
     Attributes:
         loaded: The model, and its tokenizer with these ends.
@@ -65,6 +67,7 @@ class Inference:
         chat: bool = True,
         extra_ends: Sequence[str] = (),
         weights: Store | None = None,
+        draft: bool = False,
     ):
         tokenizer = ending_answers(loaded.tokenizer) if chat else loaded.tokenizer
         for token in extra_ends:
@@ -72,6 +75,7 @@ class Inference:
         self.loaded = dataclasses.replace(loaded, tokenizer=tokenizer)
         self.weights = weights
         self._sampling = sampling
+        self._draft = draft
 
     @property
     def model(self) -> nn.Module:
@@ -145,6 +149,8 @@ class Inference:
     def _pieces(self, prompt: Prompt, max_tokens: int, sampling: Sampling) -> Generator[Any, None, None]:
         tokens = prompt.tokens
         pictures = prompt.pictures
+        if self._draft:
+            return stream_drafted(self.loaded, tokens, max_tokens)
         if self.loaded.processor is None:
             return stream(self.loaded, tokens, max_tokens, sampling)
         images = pictures.images if pictures else []

@@ -81,6 +81,8 @@ _COLUMNS = (
     Column("length", 9, "completions/mean_length", three_digits, always=False),
     Column("entropy", 10, "entropy", _SHORT, always=False),
     Column("KL", 8, "kl", _DECIMALS, always=False),
+    Column("mtp loss", 10, "mtp_loss", _DECIMALS, always=False),
+    Column("accepted", 10, "mtp_accepted", _DECIMALS, always=False),
     Column("routers", 9, "aux_loss", _SHORT, always=False),
     Column("grad", 10, "grad_norm", _SHORT),
     Column("lr", 10, "learning_rate", _SHORT),
@@ -92,8 +94,9 @@ _COLUMNS = (
 # Where the terminal is narrow, the first of these are kept.
 _WANTED = (
     *("iteration", "reward", "rewards/exact", "completions/mean_length"),
-    *("train_loss", "val_loss", "rewards/margins", "rewards/accuracies", "left", "tokens_per_second"),
-    *("learning_rate", "peak_memory", "grad_norm", "entropy", "kl", "iterations_per_second", "aux_loss"),
+    *("train_loss", "val_loss", "rewards/margins", "rewards/accuracies", "mtp_loss", "left", "tokens_per_second"),
+    *("learning_rate", "peak_memory", "grad_norm", "entropy", "kl", "mtp_accepted"),
+    *("iterations_per_second", "aux_loss"),
 )
 
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import UserError, reason
 from ...machine import atomic_files
@@ -41,23 +41,7 @@ def tally(samples: Sequence[Record]) -> str:
     return f"{sum(judged):,} of {len(judged):,} right" if judged else ""
 
 
-class Service(Protocol):
-    """A service that receives the metrics of a run."""
-
-    @staticmethod
-    def check(directory: Path) -> None:
-        """Raise a UserError if the service cannot be opened for a run in `directory`."""
-
-    def log(self, record: Record, iteration: int) -> None:
-        """Send the metrics of an iteration."""
-
-    def log_samples(self, samples: Sequence[Record], iteration: int) -> None:
-        """Send the answers of an iteration, each with its prompt and, where one is known, the expected answer."""
-
-    def close(self) -> None:
-        """Finish the run in the service."""
-
-
+# A service has the methods of this class: check() refuses what cannot be opened, log() takes figures by name.
 class TensorBoard:
     """Writes scalars and texts to `<directory>/tensorboard` with TensorBoard's own writers."""
 
@@ -151,6 +135,7 @@ class SwanLab(WandB):
         self._library.log({_kind(samples): texts}, step=iteration)
 
 
+Service = TensorBoard | WandB
 SERVICES: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "swanlab": SwanLab}
 
 

@@ -15,7 +15,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import yaml
@@ -27,66 +27,38 @@ from .columns import gigabytes
 from .log import REWARD, SAMPLES, Record, is_right, tally
 
 
-class Curve(NamedTuple):
-    """One curve of a plot.
-
-    Attributes:
-        key: The name of its values in a record of metrics.jsonl.
-        name: Its name; empty where it is the only one.
-        dots: Whether every point gets a dot, and the lowest one a mark.
-    """
-
-    key: str
-    name: str = ""
-    dots: bool = False
-
-
-class Plot(NamedTuple):
-    """One set of axes.
-
-    Attributes:
-        title: Its heading.
-        curves: The curves that it shows where a run has values for them.
-        zero: Whether the y axis starts at 0 or below, so that it is linear until the reader chooses otherwise.
-    """
-
-    title: str
-    curves: Sequence[Curve]
-    zero: bool = False
-
-
-def _both(key: str, validation: str) -> list[Curve]:
-    return [Curve(key, "training"), Curve(validation, "validation", dots=True)]
+def _both(key: str) -> dict[str, str]:
+    return {key: "training", f"val_{key}": "validation"}
 
 
 _REWARDS = ("rewards/chosen", "rewards/rejected")
-_PLOTS = (
-    Plot("Reward of sampled answers", [*_both("reward", "val_reward"), Curve("reward_std", "deviation")]),
-    Plot("Share of exact answers", _both("rewards/exact", "val_rewards/exact"), zero=True),
-    Plot("Tokens of an answer", _both("completions/mean_length", "val_completions/mean_length"), zero=True),
-    Plot("Entropy of a sampled token", [Curve("entropy")], zero=True),
-    Plot("Divergence from the reference", [Curve("kl")], zero=True),
-    Plot(
-        "Difference between sampler and training, in nats",
-        [
-            Curve("sampling/sampling_logp_difference/mean", "mean"),
-            Curve("sampling/sampling_logp_difference/max", "largest"),
-        ],
-    ),
-    Plot("Seconds of a sampling", [Curve("seconds/sampling", "answers"), Curve("seconds/rewards", "rewards")]),
-    Plot("Rewards", [Curve(_REWARDS[0], "chosen"), Curve(_REWARDS[1], "rejected")]),
-    Plot("Margin of the chosen answer's reward", _both("rewards/margins", "val_rewards/margins")),
-    Plot(
-        "Share of pairs whose chosen answer has the larger reward",
-        _both("rewards/accuracies", "val_rewards/accuracies"),
-    ),
-    Plot("Gradient norm, before clipping", [Curve("grad_norm")]),
-    Plot("Learning rate", [Curve("learning_rate")], zero=True),
-    Plot("Tokens per second", [Curve("tokens_per_second")], zero=True),
-    Plot("Peak memory, GB", [Curve("peak_memory")], zero=True),
-    Plot("Load-balancing loss of the routers", [Curve("aux_loss")]),
-    Plot("z-loss of the routers", [Curve("z_loss")]),
-)
+# By the title of a plot, the names of its curves by the keys of their values in a record of metrics.jsonl. Curves of
+# validation have dots at their points. "" is the name of a curve that is the only one.
+_PLOTS = {
+    "Reward of sampled answers": _both("reward") | {"reward_std": "deviation"},
+    "Share of exact answers": _both("rewards/exact"),
+    "Tokens of an answer": _both("completions/mean_length"),
+    "Entropy of a sampled token": {"entropy": ""},
+    "Divergence from the reference": {"kl": ""},
+    "Difference between sampler and training, in nats": {
+        "sampling/sampling_logp_difference/mean": "mean",
+        "sampling/sampling_logp_difference/max": "largest",
+    },
+    "Seconds of a sampling": {"seconds/sampling": "answers", "seconds/rewards": "rewards"},
+    "Rewards": dict(zip(_REWARDS, ("chosen", "rejected"), strict=True)),
+    "Margin of the chosen answer's reward": _both("rewards/margins"),
+    "Share of pairs whose chosen answer has the larger reward": _both("rewards/accuracies"),
+    "Gradient norm, before clipping": {"grad_norm": ""},
+    "Learning rate": {"learning_rate": ""},
+    "Tokens per second": {"tokens_per_second": ""},
+    "Peak memory, GB": {"peak_memory": ""},
+    "Load-balancing loss of the routers": {"aux_loss": ""},
+    "z-loss of the routers": {"z_loss": ""},
+}
+# The keys of plots with a y axis that starts at 0 or below, so that it is linear until the reader chooses otherwise.
+_FROM_ZERO = {
+    *("rewards/exact", "completions/mean_length", "entropy", "kl", "learning_rate", "tokens_per_second", "peak_memory"),
+}
 
 
 def plots(runs: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
@@ -100,24 +72,24 @@ def plots(runs: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
         of its colour, `dots`, `best` for the loss of validation, and `points`: pairs of an iteration and a value.
     """
     of_pairs = any(record.get(key) is not None for records in runs.values() for record in records for key in _REWARDS)
-    loss = Plot(f"Loss per {'preference' if of_pairs else 'token'}", _both("train_loss", "val_loss"))
+    loss = {f"Loss per {'preference' if of_pairs else 'token'}": {"train_loss": "training", "val_loss": "validation"}}
     drawn = []
-    for plot in (loss, *_PLOTS):
+    for title, names in (loss | _PLOTS).items():
         curves = [
             {
-                "name": f"{run} {curve.name}".strip(),
-                "label": curve.name if not run else run * (place == 0),
+                "name": f"{run} {name}".strip(),
+                "label": name if not run else run * (place == 0),
                 "colour": number if run else place,
-                "dots": curve.dots,
-                "best": curve.key == "val_loss",
+                "dots": key.startswith("val_"),
+                "best": key == "val_loss",
                 "points": points,
             }
             for number, (run, records) in enumerate(runs.items())
-            for place, curve in enumerate(plot.curves)
-            if (points := _points(records, curve.key))
+            for place, (key, name) in enumerate(names.items())
+            if (points := _points(records, key))
         ]
         if curves:
-            drawn.append({"title": plot.title, "zero": plot.zero, "curves": curves})
+            drawn.append({"title": title, "zero": not _FROM_ZERO.isdisjoint(names), "curves": curves})
     return drawn
 
 
@@ -160,35 +132,6 @@ class ReportTable:
     note: str = ""
     folded: bool = False
     shown: bool = False
-
-
-@dataclass
-class RunReport:
-    """The content of a report.
-
-    Attributes:
-        title: Its heading.
-        subtitle: The line below the heading.
-        headline: The figures at the top, by name.
-        notes: Sentences below the headline, on parts that the report lacks.
-        runs: The records of a metrics.jsonl, which are drawn as curves, by the name of the run; "" for one run alone.
-        tables: The tables in order; folded ones come below the curves, the others above.
-        options: The options of the run as YAML.
-        commands: The lines to type next.
-        part_done: The part of the iterations that is done, while the run goes on; the page then reloads itself.
-        written: When the report was written.
-    """
-
-    title: str
-    subtitle: str = ""
-    headline: dict[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    runs: Mapping[str, Sequence[Record]] = field(default_factory=dict)
-    tables: Sequence[ReportTable] = ()
-    options: str = ""
-    commands: Sequence[str] = ()
-    part_done: float | None = None
-    written: str = ""
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
@@ -289,12 +232,13 @@ def write_report(
     now = datetime.datetime.now().astimezone()
     facts = packages.versions() | environment()
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
-    report = RunReport(
-        title=f"{description.title or Path(config.model or '').name}: training report",
+    done_part = {"part_done": result["iterations"] / max(config.iters, 1)} if description.running else {}
+    text = render(
+        f"{description.title or Path(config.model or '').name}: training report",
+        {"": records},
         subtitle=f"{config.fine_tune_type}, {done} iterations of {config.batch_size:,} rows; {description.state}",
         headline={**description.headline, **_headline(result)},
         notes=problems,
-        runs={"": records},
         tables=[
             *rewarded_tables(records),
             *sample_tables(records, description.thumbnails),
@@ -304,10 +248,9 @@ def write_report(
         ],
         options=options_yaml(config),
         commands=description.commands,
-        part_done=result["iterations"] / max(config.iters, 1) if description.running else None,
         written=f"{now:%Y-%m-%d %H:%M:%S %Z}",
+        **done_part,
     )
-    text = render(report)
     write_atomically(path, lambda file: file.write(text.encode("utf-8")))
     return problems
 
@@ -396,8 +339,16 @@ def _headline(result: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def render(report: RunReport) -> str:
-    """Return the HTML page."""
+def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> str:
+    """Return the HTML page.
+
+    Args:
+        title: Its heading.
+        runs: The records of a metrics.jsonl, which are drawn as curves, by the name of the run; "" for one run alone.
+        parts: Any of its other parts (report.html): `subtitle`; `headline`, figures by name; `notes`; `commands` to
+            type next; `tables`, of which folded ones come below the curves; `options` as YAML; when it was `written`;
+            and `part_done` of the iterations of a run that goes on, with which the page reloads itself.
+    """
     folder = Path(__file__).parent
     style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     # The page runs this script and no other, and loads nothing.
@@ -406,9 +357,8 @@ def render(report: RunReport) -> str:
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, loader=jinja2.FileSystemLoader(folder))
     pages.filters["cell"] = shown
     page = pages.get_template("report.html")
-    return page.render(
-        report=report, plots=plots(report.runs), style=style, script=script, policy=policy, reload=_RELOAD_SECONDS
-    )
+    fixed = {"style": style, "script": script, "policy": policy, "reload": _RELOAD_SECONDS}
+    return page.render(title=title, plots=plots(runs), **fixed, **parts)
 
 
 def shown(value: Any) -> str:

@@ -149,29 +149,22 @@ class Reporting:
         progress.start_report()
         self._window.clear()
         progress.train_loss = loss
-        self._record(progress, record)
-        self._renew(progress)
-        self._screen.training(record, self._config.iters, self._left(progress))
+        self.report(progress, record, total=self._config.iters, left=self._left(progress))
         return record
-
-    def validation(self, progress: Progress, record: dict[str, Any], *, best: bool) -> None:
-        """Report an evaluation, and whether it is the best so far."""
-        self._record(progress, record)
-        self._renew(progress)
-        self._screen.validation(record, best=best)
 
     def samples(self, progress: Progress, answers: list[dict[str, str]]) -> None:
         """Report answers, each with its prompt; rank 0 has them."""
-        record = {"iteration": progress.iteration, log.SAMPLES: answers}
-        self._record(progress, record)
-        self._renew(progress)
-        self._screen.samples(record)
+        self.report(progress, {"iteration": progress.iteration, log.SAMPLES: answers})
 
-    def _record(self, progress: Progress, record: dict[str, Any]) -> None:
-        """Keep a record before it is shown, so that whoever has seen it on the screen finds it in the files."""
+    def report(self, progress: Progress, record: dict[str, Any], **how: Any) -> None:
+        """Keep a record, then show it as Screen.report() does: whoever has seen it there finds it in the files."""
         if self.metrics is not None:
             progress.metrics_bytes = self.metrics.write(record)
         log.send(record, self._services)
+        # The report of a run that goes on is written anew, unless that would take too much of the run's time.
+        if self._running and time.perf_counter() >= self._next_report:
+            self.write(progress, "still training", running=True)
+        self._screen.report(record, **how)
 
     def write(self, progress: Progress, state: str, *, running: bool, result: Result | None = None) -> None:
         """Write the report on rank 0.
@@ -203,11 +196,6 @@ class Reporting:
             self._screen.say(f"Report: {problem}")
         ended = time.perf_counter()
         self._next_report = ended + (ended - started) / _REPORTS_SHARE
-
-    def _renew(self, progress: Progress) -> None:
-        """Write the report of the run that goes on, unless that would take too much of the run's time."""
-        if self._running and time.perf_counter() >= self._next_report:
-            self.write(progress, "still training", running=True)
 
     def _end(self, progress: Progress, cause: BaseException | None) -> None:
         """Write why the run has stopped; the error that stopped it is more important than one of the report."""

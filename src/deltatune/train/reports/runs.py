@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
 from .log import Record
-from .report import ReportTable, RunReport, read_metrics, render
+from .report import ReportTable, read_metrics, render
 
 COLUMNS = ("folder", "date", "model", "data", "rate", "iterations", "best loss")
 # A report holds the options of its run in this element (report.html).
@@ -91,14 +91,13 @@ def write_comparison(path: Path, runs: Sequence[PastRun]) -> None:
     options = {name: None for run in runs for name in run.options}
     values = {name: [str(run.options.get(name, "–")) for run in runs] for name in options}
     rows = [(name, *cells) for name, cells in values.items() if len(set(cells)) > 1]
-    report = RunReport(
-        title=f"{len(runs):,} runs",
+    page = render(
+        f"{len(runs):,} runs",
+        {name: run.records for name, run in zip(names, runs, strict=True)},
         subtitle="Lines are the loss of training, dots that of validation.",
-        runs={name: run.records for name, run in zip(names, runs, strict=True)},
         tables=[
             ReportTable("Runs", COLUMNS, [run.row() for run in runs]),
             ReportTable("Options in which they differ", ("option", *names), rows),
         ],
     )
-    page = render(report)
     write_atomically(path, lambda file: file.write(page.encode("utf-8")))

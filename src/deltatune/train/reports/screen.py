@@ -97,42 +97,22 @@ class Screen:
         """Keep columns for figures that training reports and a first evaluation does not."""
         self._columns.expect(names)
 
-    def training(self, record: Record, total: int, left: float) -> None:
-        """Print a training record; `total` iterations are to be done, and `left` seconds are estimated to remain."""
-        if self._console.is_terminal:
-            self._rows(record | {"left": left})
-        else:
-            self.say(train_line(record, total, left))
+    def report(self, record: Record, *, total: int = 0, left: float | None = None, best: bool = False) -> None:
+        """Print a record of training, of an evaluation or of answers.
 
-    def validation(self, record: Record, *, best: bool) -> None:
-        """Print the record of an evaluation, and whether it is the best so far."""
-        if self._console.is_terminal:
-            self._rows(record, best=best)
-        else:
-            self.say(validation_line(record))
-
-    def samples(self, record: Record) -> None:
-        """Print the record of some answers: a few of them, and how many are right."""
+        Args:
+            record: The record.
+            total: The number of iterations that are to be done.
+            left: The seconds that are estimated to remain; of training alone.
+            best: Whether an evaluation is the best so far.
+        """
         if not self._console.is_terminal:
-            self.say(sample_lines(record))
-            return
-        table = Table.grid(padding=(0, 1, 0, 0))
-        table.add_column(width=8, justify="right", style="dim")
-        # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
-        table.add_column(overflow="fold")
-        for sample in record[SAMPLES][:_SAMPLES]:
-            right = is_right(sample)
-            style = {True: "green", False: "red", None: ""}[right]
-            if REWARD in sample:
-                table.add_row("reward", Text(sample[REWARD], style="bold"))
-            # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
-            table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))
-            if right is False:
-                table.add_row("expected", Text(_beginning(sample["expected"], _SHOWN_WHOLE)))
-            table.add_row("right" if right else "answer", Text(_beginning(sample["answer"], _SHOWN_WHOLE), style=style))
-        if summary := _summary(record[SAMPLES]):
-            table.add_row("", Text(summary, style="dim"))
-        self._print(table)
+            self.say(line_of(record, total, left))
+        elif SAMPLES in record:
+            self._print(_answers(record[SAMPLES]))
+        else:
+            for row in self._columns.rows(record | {"left": left}, self._width(), best=best):
+                self._print(row)
 
     def ended(self, line: str, rows: Sequence[tuple[str, str]], command: str) -> None:
         """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal; then a command."""
@@ -183,10 +163,6 @@ class Screen:
         if bar is not None:
             with self.unread():
                 bar.stop()
-
-    def _rows(self, record: Record, *, best: bool = False) -> None:
-        for row in self._columns.rows(record, self._width(), best=best):
-            self._print(row)
 
     def _width(self) -> int:
         return min(self._console.width, WIDEST)
@@ -251,37 +227,54 @@ def fitted(text: str, width: int) -> str:
     return " ".join(words)
 
 
-def train_line(record: Record, total: int, left: float) -> str:
-    """Format a training record as a line; `left` is the estimated remaining time in seconds."""
+def line_of(record: Record, total: int, left: float | None) -> str:
+    """Format a record as a line, or as several with the beginnings of prompts and answers; arguments as in report()."""
+    at = f"Iter {record['iteration']:,}"
+    if SAMPLES in record:
+        lines = [f"{at}, sample {n}: {_sample(one)}" for n, one in enumerate(record[SAMPLES][:_SAMPLES], 1)]
+        summary = _summary(record[SAMPLES])
+        return "\n".join([*lines, f"{at}, samples: {summary}."] if summary else lines)
+    if left is None:
+        figures = figures_line(record, "val_")
+        return f"{at}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
     norm = record["grad_norm"]
     return (
-        f"Iter {record['iteration']:,}/{total:,}: train loss {record['train_loss']:.4f}{figures_line(record)}, "
+        f"{at}/{total:,}: train loss {record['train_loss']:.4f}{figures_line(record)}, "
         f"grad norm {'-' if norm is None else format(norm, '.3g')}, lr {record['learning_rate']:.3g}, "
         f"{three_digits(record['iterations_per_second'])} it/s, {record['tokens_per_second']:,.0f} tok/s, "
         f"peak {gigabytes(record['peak_memory'])}, {duration(left)} left"
     )
 
 
-def validation_line(record: Record) -> str:
-    """Format the record of an evaluation as a line."""
-    figures = figures_line(record, "val_")
-    return f"Iter {record['iteration']:,}: val loss {record['val_loss']:.4f}{figures}, took {record['val_time']:.1f} s"
+def _sample(sample: Record) -> str:
+    right = is_right(sample)
+    judged = " (right)" if right else ""
+    if REWARD in sample:
+        judged = f" (reward {sample[REWARD]})"
+    if right is False:
+        judged = f" (expected {_beginning(sample['expected'])})"
+    return f"{_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}{judged}"
 
 
-def sample_lines(record: Record) -> str:
-    """Format the record of some answers as lines, each with the beginning of a prompt and of its answer."""
-    at, samples = f"Iter {record['iteration']:,}", record[SAMPLES]
-    lines = []
-    for number, sample in enumerate(samples[:_SAMPLES], 1):
+def _answers(samples: Sequence[Record]) -> Table:
+    """Return a table of a few answers, with how many are right."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=8, justify="right", style="dim")
+    # Chinese and its kin have no spaces: a sentence is one word, which goes on in the next line.
+    table.add_column(overflow="fold")
+    for sample in samples[:_SAMPLES]:
         right = is_right(sample)
-        judged = " (right)" if right else ""
+        style = {True: "green", False: "red", None: ""}[right]
         if REWARD in sample:
-            judged = f" (reward {sample[REWARD]})"
+            table.add_row("reward", Text(sample[REWARD], style="bold"))
+        # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
+        table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))
         if right is False:
-            judged = f" (expected {_beginning(sample['expected'])})"
-        lines.append(f"{at}, sample {number}: {_beginning(sample['prompt'])} -> {_beginning(sample['answer'])}{judged}")
-    summary = _summary(samples)
-    return "\n".join([*lines, f"{at}, samples: {summary}."] if summary else lines)
+            table.add_row("expected", Text(_beginning(sample["expected"], _SHOWN_WHOLE)))
+        table.add_row("right" if right else "answer", Text(_beginning(sample["answer"], _SHOWN_WHOLE), style=style))
+    if summary := _summary(samples):
+        table.add_row("", Text(summary, style="dim"))
+    return table
 
 
 def _summary(samples: Sequence[Record]) -> str:

@@ -16,7 +16,6 @@ from ...models.batch_decoder import ROWS, BatchDecoder, has_row_caches
 from ...models.load import Loaded
 from ...models.sampled_policy import SampledPolicy
 from ...options.config import TrainConfig
-from ...patches import patched
 from ..evaluation.evaluate import inferring
 from ..evaluation.nonfinite import explained
 
@@ -41,7 +40,7 @@ class SampledAnswers:
 
 
 class AnswerSampler:
-    """Samples answers to prompts with a model that trains, which check_covered() has let pass.
+    """Samples answers to prompts with a model that trains, within patched(); check_covered() has let it pass.
 
     Args:
         loaded: The model, the mode of which is restored, and its tokenizer with the tokens that end an answer.
@@ -75,7 +74,7 @@ class AnswerSampler:
         model = loaded.model
         most = self._config.max_completion_length
         rows = [tokens for prompt in prompts for tokens in [prompt.tokens.tolist()] * self._config.num_generations]
-        with inferring(model), explained(loaded), without_kernels(), patched():
+        with inferring(model), explained(loaded), without_kernels():
             if self._engine is None:
                 ends = loaded.tokenizer.eos_token_ids
                 self._engine = BatchDecoder(model, self._rows, ends, most, room=self._room, trains=True)
@@ -86,7 +85,7 @@ class AnswerSampler:
         for row, answer in enumerate(answers):
             ends_with = [] if answer.end is None else [answer.end]
             tokens[row, : lengths[row]] = [*answer.tokens, *ends_with]
-            figures[:, row, : lengths[row]] = np.stack(answer.figures, axis=1)
+            figures[:, row, : lengths[row]] = np.array(answer.figures, np.float32).T
         ended = np.array([answer.end is not None for answer in answers])
         return SampledAnswers(tokens, lengths, ended, *figures)
 

@@ -16,6 +16,7 @@ from ...lora.convert import without_adapters
 from ...machine.numpy_arrays import as_numpy
 from ...models.load import Loaded
 from ...options.config import TrainConfig
+from ...patches import patched
 from ...rewards import Rewards
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
@@ -123,7 +124,8 @@ def say_reward(
     order = batch_order(prompts, config, world)
     sampler = _rewarded_sampler(loaded, config, order, rewards, lambda: None, world)
     evaluation = RewardEvaluation(sampler, config, world)
-    loss = evaluation(order, config.test_batches)
+    with patched():
+        loss = evaluation(order, config.test_batches)
     assert loss is not None
     screen.say(f"{name} loss {loss:.4f}{line(evaluation.figures)}.")
     return -loss

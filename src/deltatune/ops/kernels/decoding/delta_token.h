@@ -133,6 +133,9 @@ inline void delta_token(Place at, threadgroup char* memory, int heads, DeltaToke
   const GLOBAL T* own = x + row * numbers.x_stride;
   const GLOBAL T* earlier = before + row * (TAPS - 1) * channels;
   GLOBAL T* later = after + row * (TAPS - 1) * channels;
+  const long place = of_head * VALUE * KEY;
+  // All blocks compute this much at the same time, in which the memory would do nothing.
+  if (at.index * 32 < VALUE * KEY) prefetch(state + place + at.index * 32);
 
   float q_squares = 0.0f, k_squares = 0.0f, none = 0.0f;
   for (int c = at.index; c < KEY; c += 32 * GROUPS) {
@@ -160,7 +163,6 @@ inline void delta_token(Place at, threadgroup char* memory, int heads, DeltaToke
   const float softplus = (rate > 0.0f ? rate : 0.0f) + log_one_plus(DELTATUNE_EXP(rate > 0.0f ? -rate : rate));
   const float gate = DELTATUNE_EXP(-DELTATUNE_EXP(a_log[head]) * softplus);
   const float beta = sigmoid_of(static_cast<float>(b[row * numbers.gate_stride + head]));
-  const long place = of_head * VALUE * KEY;
   step_state<GROUPS, KEY, VALUE>(at, state + place, next + place, gate, beta, queries, keys, values, outputs);
   barrier();
 

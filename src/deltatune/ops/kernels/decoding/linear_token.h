@@ -3,7 +3,8 @@
 // products. The groups of a block share out the inputs, and add up their sums at the end in a fixed order.
 //
 // A block computes 16 TILES outputs of 8 LINES rows. With PARTS 2 half of the tiles belong to a second weight, and the
-// result is silu(first) second.
+// result is silu(first) second. With adapters the first blocks of some rows compute the product with their narrow factor
+// in the same way, for which the others wait before they add the product of that with the other factor to their sums.
 
 // The distance of rows of sums: four floats more than a multiple of 32 or 16 spread a group's stores over all banks.
 inline constexpr int token_stride(int tiles) { return 16 * tiles + 4; }
@@ -65,11 +66,10 @@ inline const GLOBAL T* of_part(const GLOBAL T* weight, const GLOBAL T* second, i
   return part == 0 ? weight : second;
 }
 
-template <int PARTS, int TILES, int LINES, typename T, typename S, typename N>
-inline void load_token(thread TokenInputs<TILES, LINES>& to, TokenPlace at, int start, const GLOBAL T* x,
-                       const GLOBAL T* weight, S second, N norm) {
+template <int PARTS, int TILES, int LINES, typename T, typename S>
+inline void load_weights(thread TokenInputs<TILES, LINES>& to, TokenPlace at, int start, const GLOBAL T* weight,
+                         S second) {
   const int g = at.lane >> 2, k = start + (at.lane & 3) * 8;
-  const bool counts = k < at.inputs;
   DELTATUNE_UNROLL
   for (int i = 0; i < TILES; ++i) {
     constexpr int EACH = TILES / PARTS;
@@ -77,9 +77,17 @@ inline void load_token(thread TokenInputs<TILES, LINES>& to, TokenPlace at, int 
     DELTATUNE_UNROLL
     for (int upper = 0; upper < 2; ++upper) {
       const long line = within(at.output + i % EACH * 16 + upper * 8 + g, at.outputs);
-      load_eight(to.weight[i][upper], matrix + line * at.inputs + k, counts, true);
+      load_eight(to.weight[i][upper], matrix + line * at.inputs + k, k < at.inputs, true);
     }
   }
+}
+
+template <int PARTS, int TILES, int LINES, typename T, typename S, typename N>
+inline void load_token(thread TokenInputs<TILES, LINES>& to, TokenPlace at, int start, const GLOBAL T* x,
+                       const GLOBAL T* weight, S second, N norm) {
+  const int g = at.lane >> 2, k = start + (at.lane & 3) * 8;
+  const bool counts = k < at.inputs;
+  load_weights<PARTS>(to, at, start, weight, second);
   DELTATUNE_UNROLL
   for (int m = 0; m < LINES; ++m)
     load_eight(to.x[m], x + (long)within(at.row + m * 8 + g, at.rows) * at.inputs + k, counts, at.aligned);
@@ -126,14 +134,70 @@ inline void keep_token(Place at, threadgroup char* memory, const thread float (&
   }
 }
 
-// The term of an adapter in a row's output: its element of h b, h [rows, rank] and b [rank, outputs].
-inline float of_adapter(Nothing, Nothing, int, long, int, int) { return 0.0f; }
+// Whether a block computes the product with the adapters' narrow factor, which the first `narrow` of them do.
+inline bool is_narrow(Nothing, int, int) { return false; }
 template <typename T>
-inline float of_adapter(const GLOBAL T* h, const GLOBAL T* b, int rank, long row, int output, int outputs) {
-  float sum = 0.0f;
-  for (int i = 0; i < rank; ++i)
-    sum += static_cast<float>(h[row * rank + i]) * static_cast<float>(b[(long)i * outputs + output]);
-  return sum;
+inline bool is_narrow(const GLOBAL T*, int block, int narrow) { return block < narrow; }
+
+// The narrow factor in the place of a weight, if it is to be and there is one.
+template <typename P>
+inline Nothing narrow_or(bool, P, Nothing) { return Nothing{}; }
+template <typename T>
+inline const GLOBAL T* narrow_or(bool, Nothing, const GLOBAL T* weight) { return weight; }
+template <typename T>
+inline const GLOBAL T* narrow_or(bool narrow, const GLOBAL T* a, const GLOBAL T* weight) { return narrow ? a : weight; }
+
+// The two counters of a block of rows: of the narrow blocks that have written h, and of those that have read it.
+inline Nothing counters_of(Nothing, int) { return Nothing{}; }
+inline GLOBAL int* counters_of(GLOBAL int* counters, int rows) { return counters + 2 * rows; }
+
+// Adds the product of h [rows, rank], which the `narrow` first blocks write, and b [outputs, rank] to the sums. The norm
+// of the rows multiplies it, too, since h is the product of rows without their norms' factors.
+template <int GROUPS, int PARTS, int TILES, int LINES>
+inline void add_adapters(thread float (&)[TILES][LINES][4], TokenPlace, int, int, int, Nothing, Nothing, Nothing,
+                         Nothing) {}
+template <int GROUPS, int PARTS, int TILES, int LINES, typename T, typename C>
+inline void add_adapters(thread float (&sums)[TILES][LINES][4], TokenPlace at, int group, int rank, int narrow,
+                         const GLOBAL T* b, C second_b, GLOBAL T* h, GLOBAL int* arrived) {
+  TokenInputs<TILES, LINES> share;
+  float none[LINES];
+  at.inputs = rank;
+  DELTATUNE_ROLLED
+  for (int start = group * 32; start < rank; start += GROUPS * 32) {
+    const int g = at.lane >> 2, k = start + (at.lane & 3) * 8;
+    load_weights<PARTS>(share, at, start, b, second_b);
+    wait_for(arrived, narrow);
+    DELTATUNE_UNROLL
+    for (int m = 0; m < LINES; ++m)
+      load_written(share.x[m], h + (long)within(at.row + m * 8 + g, at.rows) * rank + k, k < rank);
+    multiply_token<T>(sums, none, share, Nothing{});
+  }
+}
+
+// Writes a narrow block's sums over the groups to h, and lets the other blocks of these rows know.
+template <int GROUPS, int TILES, int LINES, int PARTS>
+inline void write_narrow(Place, TokenPlace, const threadgroup char*, Nothing, Nothing) {}
+template <int GROUPS, int TILES, int LINES, int PARTS, typename T>
+inline void write_narrow(Place at, TokenPlace place, const threadgroup char* memory, GLOBAL T* h, GLOBAL int* arrived) {
+  constexpr int RANKS = 16 * TILES / PARTS, STRIDE = token_stride(TILES);
+  const threadgroup float* all =
+      reinterpret_cast<const threadgroup float*>(memory + LinearTokenMemory<GROUPS, TILES, LINES>::sums);
+  DELTATUNE_ROLLED
+  for (int i = at.index; i < 8 * LINES * RANKS; i += 32 * GROUPS) {
+    const int row = i / RANKS, rank = i % RANKS;
+    if (place.row + row >= place.rows || place.output + rank >= place.outputs) continue;
+    float sum = 0.0f;
+    DELTATUNE_UNROLL
+    for (int group = 0; group < GROUPS; ++group) sum += all[(group * 8 * LINES + row) * STRIDE + rank];
+    h[(long)(place.row + row) * place.outputs + place.output + rank] = static_cast<T>(sum);
+  }
+  barrier();
+  if (at.index == 0) arrive(arrived);
+}
+// The last of `count` blocks that have read h makes the counters zero again, as the next launch needs them.
+inline void leave_adapters(Nothing, int) {}
+inline void leave_adapters(GLOBAL int* arrived, int count) {
+  if (is_last_of(arrived + 1, count)) arrived[0] = 0;
 }
 
 // A result with its residual, if there is one.
@@ -145,13 +209,13 @@ inline T with_residual(float y, const GLOBAL T* residual, long place) {
 }
 
 // Adds up the groups' sums, and writes the block's results.
-template <int GROUPS, int TILES, int LINES, int PARTS, typename T, typename H, typename B, typename C, typename R>
-inline void write_token(Place at, TokenPlace place, threadgroup char* memory, int rank, H h, B b, C second_b, R residual,
-                        GLOBAL T* y) {
+template <int GROUPS, int TILES, int LINES, int PARTS, typename T, typename R>
+inline void write_token(Place at, TokenPlace place, threadgroup char* memory, R residual, GLOBAL T* y) {
   using Memory = LinearTokenMemory<GROUPS, TILES, LINES>;
   constexpr int OUTPUTS = 16 * TILES / PARTS, STRIDE = token_stride(TILES);
   const threadgroup float* all = reinterpret_cast<const threadgroup float*>(memory + Memory::sums);
   const threadgroup float* factors = reinterpret_cast<const threadgroup float*>(memory + Memory::factors);
+  DELTATUNE_ROLLED
   for (int i = at.index; i < 8 * LINES * OUTPUTS; i += 32 * GROUPS) {
     const int row = i / OUTPUTS, output = i % OUTPUTS;
     if (place.row + row >= place.rows || place.output + output >= place.outputs) continue;
@@ -162,9 +226,7 @@ inline void write_token(Place at, TokenPlace place, threadgroup char* memory, in
       DELTATUNE_UNROLL
       for (int group = 0; group < GROUPS; ++group)
         sum += all[(group * 8 * LINES + row) * STRIDE + part * OUTPUTS + output];
-      const auto matrix = of_part(b, second_b, part);
-      sum = sum * factors[row] + of_adapter(h, matrix, rank, place.row + row, place.output + output, place.outputs);
-      sums[part] = rounded_to<T>(sum);
+      sums[part] = rounded_to<T>(sum * factors[row]);
     }
     float result = sums[0];
     if (PARTS == 2) result = sums[0] * sigmoid_of(sums[0]) * sums[PARTS - 1];
@@ -184,16 +246,22 @@ inline float factor_of(const threadgroup float* squares, int row, int inputs, fl
   return metal::rsqrt(sum / inputs + eps);
 }
 
-// x [rows, inputs], weight and second [outputs, inputs], norm [inputs], h [rows, rank], b and second_b [rank, outputs],
-// residual and y [rows, outputs].
-template <int GROUPS, int TILES, int LINES, int PARTS, typename T, typename S, typename N, typename H, typename B,
-          typename C, typename R>
+// x [rows, inputs], weight and second [outputs, inputs], norm [inputs], a [rank, inputs], b and second_b [outputs, rank],
+// residual and y [rows, outputs]; h [rows, rank], and two counters for each block of rows, which are zeros.
+template <int GROUPS, int TILES, int LINES, int PARTS, typename T, typename S, typename N, typename A, typename B,
+          typename C, typename R, typename M, typename H>
 inline void linear_token(Place at, threadgroup char* memory, int rows, int inputs, int outputs, int rank, float eps,
-                         const GLOBAL T* x, const GLOBAL T* weight, S second, N norm, H h, B b, C second_b, R residual,
-                         GLOBAL T* y) {
+                         const GLOBAL T* x, const GLOBAL T* weight, S second, N norm, A a, B b, C second_b, R residual,
+                         M counters, H h, GLOBAL T* y) {
   using Memory = LinearTokenMemory<GROUPS, TILES, LINES>;
-  const TokenPlace place{at.x * (16 * TILES / PARTS), at.y * 8 * LINES, rows, inputs, outputs, at.lane,
-                         starts_at_multiple<16>(x)};
+  constexpr int SHARE = 16 * TILES / PARTS;
+  const int narrow_blocks = (rank + SHARE - 1) / SHARE;
+  const bool narrow = is_narrow(a, at.x, narrow_blocks);
+  const TokenPlace place{(narrow ? at.x : at.x - narrow_blocks) * SHARE, at.y * 8 * LINES, rows, inputs,
+                         narrow ? rank : outputs, at.lane, starts_at_multiple<16>(x)};
+  const auto arrived = counters_of(counters, at.y);
+  const auto first = narrow_or(narrow, a, weight);
+  const auto other = narrow_or(narrow, a, second);
   float sums[TILES][LINES][4], squares[LINES];
   DELTATUNE_UNROLL
   for (int m = 0; m < LINES; ++m) {
@@ -206,20 +274,27 @@ inline void linear_token(Place at, threadgroup char* memory, int rows, int input
   }
   // While one share of the inputs is multiplied the next one is loaded.
   TokenInputs<TILES, LINES> now, next;
-  load_token<PARTS>(now, place, at.group * 32, x, weight, second, norm);
+  load_token<PARTS>(now, place, at.group * 32, x, first, other, norm);
   DELTATUNE_ROLLED
   for (int start = at.group * 32; start < inputs; start += 2 * GROUPS * 32) {
-    load_token<PARTS>(next, place, start + GROUPS * 32, x, weight, second, norm);
+    load_token<PARTS>(next, place, start + GROUPS * 32, x, first, other, norm);
     multiply_token<T>(sums, squares, now, norm);
-    load_token<PARTS>(now, place, start + 2 * GROUPS * 32, x, weight, second, norm);
+    load_token<PARTS>(now, place, start + 2 * GROUPS * 32, x, first, other, norm);
     multiply_token<T>(sums, squares, next, norm);
   }
+  if (!narrow) add_adapters<GROUPS, PARTS>(sums, place, at.group, rank, narrow_blocks, b, second_b, h, arrived);
   keep_token<GROUPS>(at, memory, sums, squares);
   barrier();
+  if (narrow) {
+    write_narrow<GROUPS, TILES, LINES, PARTS>(at, place, memory, h, arrived);
+    return;
+  }
+  if (at.index == 0) leave_adapters(arrived, (outputs + SHARE - 1) / SHARE);
   threadgroup float* factors = reinterpret_cast<threadgroup float*>(memory + Memory::factors);
   const threadgroup float* all_squares = reinterpret_cast<const threadgroup float*>(memory + Memory::squares);
+  DELTATUNE_ROLLED
   for (int row = at.index; row < 8 * LINES; row += 32 * GROUPS)
     factors[row] = factor_of<GROUPS, LINES>(all_squares, row, inputs, eps, norm);
   barrier();
-  write_token<GROUPS, TILES, LINES, PARTS, T>(at, place, memory, rank, h, b, second_b, residual, y);
+  write_token<GROUPS, TILES, LINES, PARTS, T>(at, place, memory, residual, y);
 }

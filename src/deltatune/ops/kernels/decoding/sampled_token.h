@@ -49,20 +49,22 @@ inline float gumbel(unsigned int bits) {
   // The largest number below 1 stands in the place of 1.
   return -metal::log(-metal::log(uniform < 1.0f ? uniform : 0.99999994f));
 }
-inline float exponential(float difference) {
-  return DELTATUNE_EXP2(difference * 1.4426950408889634f);
-}
 
-// A share of a row: the largest logit, the sums of e = exp(logit - largest) and of e (logit - largest), and the largest
-// sum of a logit and its noise, with its logit and token.
+// A share of a row: its largest logit and sum of exponentials, the sum of exp(logit - largest) (logit - largest), and the
+// largest sum of a logit and its noise, with its logit and token.
 struct RowShare {
-  float largest, sum, spread, score, logit;
+  Exponentials all;
+  float spread, score, logit;
   int token;
 
   inline void take(float x, float noise, int at) {
-    if (x > largest) move_to(x);
-    const float difference = x - largest, e = exponential(difference);
-    sum += e;
+    if (x > all.largest) {
+      spread = spread_from(x);
+      all.sum *= exponential(all.largest - x);
+      all.largest = x;
+    }
+    const float difference = x - all.largest, e = exponential(difference);
+    all.sum += e;
     // A logit of -infinity adds nothing.
     if (e > 0.0f) spread += e * difference;
     if (x + noise > score) {
@@ -71,17 +73,15 @@ struct RowShare {
       token = at;
     }
   }
-  inline void move_to(float higher) {
-    const float difference = largest - higher, factor = exponential(difference);
-    spread = factor > 0.0f ? factor * (spread + difference * sum) : 0.0f;
-    sum *= factor;
-    largest = higher;
+  // The spread where a higher logit is the largest one.
+  inline float spread_from(float higher) const {
+    const float difference = all.largest - higher, factor = exponential(difference);
+    return factor > 0.0f ? factor * (spread + difference * all.sum) : 0.0f;
   }
   inline void join(RowShare other) {
-    if (other.largest > largest) move_to(other.largest);
-    other.move_to(largest);
-    sum += other.sum;
-    spread += other.spread;
+    const Exponentials both = joined(all, other.all);
+    spread = spread_from(both.largest) + other.spread_from(both.largest);
+    all = both;
     if (other.score > score || (other.score == score && other.token < token)) {
       score = other.score;
       logit = other.logit;
@@ -92,19 +92,20 @@ struct RowShare {
 
 // The share of no logit. No logit is as low as its largest, and differences from it are no NaN.
 inline RowShare no_share() {
-  return RowShare{-1e30f, 0.0f, 0.0f, -INFINITY, 0.0f, 0};
+  return RowShare{{-1e30f, 0.0f}, 0.0f, -INFINITY, 0.0f, 0};
 }
 // Joins the shares of a group's lanes.
 inline void join_lanes(thread RowShare& own) {
   for (int step = 1; step < 32; step *= 2)
-    own.join(RowShare{lane_exchange(own.largest, step), lane_exchange(own.sum, step), lane_exchange(own.spread, step),
-                      lane_exchange(own.score, step), lane_exchange(own.logit, step), lane_exchange(own.token, step)});
+    own.join(RowShare{{lane_exchange(own.all.largest, step), lane_exchange(own.all.sum, step)},
+                      lane_exchange(own.spread, step), lane_exchange(own.score, step), lane_exchange(own.logit, step),
+                      lane_exchange(own.token, step)});
 }
 // A share as six numbers in fp32, which holds every token of a vocabulary below 2^24.
 template <typename P>
 inline void give_share(P to, RowShare share) {
-  to[0] = share.largest;
-  to[1] = share.sum;
+  to[0] = share.all.largest;
+  to[1] = share.all.sum;
   to[2] = share.spread;
   to[3] = share.score;
   to[4] = share.logit;
@@ -112,7 +113,12 @@ inline void give_share(P to, RowShare share) {
 }
 template <typename P>
 inline RowShare share_at(P from) {
-  return RowShare{from[0], from[1], from[2], from[3], from[4], static_cast<int>(from[5])};
+  return RowShare{{from[0], from[1]}, from[2], from[3], from[4], static_cast<int>(from[5])};
+}
+
+// A number of the two keys that MLX splits a key into: 0 and 1 are those of the next token's key, 2 and 3 of this one's.
+inline unsigned int split_key(int number, unsigned int first, unsigned int second) {
+  return random_bits(number, 4, first, second);
 }
 
 // Computes a block's share of a row of logits [rows, vocabulary] / temperature. Two numbers of 32 bits are the key.
@@ -120,7 +126,7 @@ template <int GROUPS, int PARTS, typename L, typename K>
 inline void sampled_shares(Place at, threadgroup char* memory, int rows, int vocabulary, L logits, K key,
                            float temperature, GLOBAL float* shares) {
   const unsigned int count = static_cast<unsigned int>(rows) * vocabulary, start = at.y * vocabulary;
-  const unsigned int first_key = key[0], second_key = key[1];
+  const unsigned int first_key = split_key(2, key[0], key[1]), second_key = split_key(3, key[0], key[1]);
   const int part = (vocabulary + PARTS - 1) / PARTS, after = ((int)at.x + 1) * part;
   const int end = after < vocabulary ? after : vocabulary;
   RowShare own = no_share();
@@ -136,16 +142,19 @@ inline void sampled_shares(Place at, threadgroup char* memory, int rows, int voc
   give_share(shares + 6 * (at.y * PARTS + at.x), own);
 }
 
-// Joins the shares of each row; writes its token, the token's log-probability, and the row's entropy.
-template <int GROUPS, typename S>
-inline void sampled_token(Place at, threadgroup char*, int parts, S shares, GLOBAL int* tokens,
-                          GLOBAL float* log_probabilities, GLOBAL float* entropies) {
+// Joins the shares of each row; writes its token, the token again with its log-probability and the row's entropy in
+// [3, rows], and the next token's key, twice.
+template <int GROUPS, typename S, typename K>
+inline void sampled_token(Place at, threadgroup char*, int rows, int parts, S shares, K key, GLOBAL int* tokens,
+                          GLOBAL float* figures, GLOBAL unsigned int* next) {
+  if (at.x == 0 && at.lane < 4) next[at.lane] = split_key(at.lane % 2, key[0], key[1]);
   RowShare own = no_share();
   if (at.lane < parts) own = share_at(shares + 6 * (at.x * parts + at.lane));
   join_lanes(own);
   if (at.lane != 0) return;
-  const float total = metal::log(own.sum);
+  const float total = metal::log(own.all.sum);
   tokens[at.x] = own.token;
-  log_probabilities[at.x] = own.logit - own.largest - total;
-  entropies[at.x] = total - own.spread / own.sum;
+  figures[at.x] = static_cast<float>(own.token);
+  figures[rows + at.x] = own.logit - own.all.largest - total;
+  figures[2 * rows + at.x] = total - own.spread / own.all.sum;
 }

@@ -28,11 +28,14 @@ struct GradientMemory {
   static constexpr constant int weights_y = k_end;
   static constexpr constant int weights_right = weights_y + C * (C + 8) * Wide<In>::bytes;
   static constexpr constant int pairs_end = weights_right + (Shape::ERASES ? C * (C + 8) * Wide<In>::bytes : 0);
+  // Where a slice is a whole state, the next value head's is loaded while this one is computed. The weights then take
+  // the memory of this head's slice.
+  static constexpr constant bool ahead = STAGES > 1 && SLICE >= Shape::DV && pairs_end - k_end <= stage;
   static constexpr constant int slices_end = slices + STAGES * stage;
   static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
   static constexpr constant int decay = diagonal + C * 17 * 4;
   static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
-  static constexpr constant int sums = scalars + 4 * C * 4;
+  static constexpr constant int sums = scalars + (ahead ? 7 : 4) * C * 4;
   static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
   static constexpr constant int arrivals = parts + 3 * C * room * 4 + 32 * 4;
   static constexpr constant int bytes = arrivals + 16;
@@ -215,22 +218,15 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const long key_offset = (((long)at.z * length + t0) * HK + at.y) * DK;
   const Exact<In> staged_q = shared_at<Exact<In>>(memory, Memory::q, C * stride);
   const Exact<In> staged_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
-  const Wide<In> weights_y = shared_at<Wide<In>>(memory, Memory::weights_y, C * square);
-  const Wide<In> weights_right = shared_at<Wide<In>>(memory, Memory::weights_right, C * square);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(memory + Memory::diagonal);
   const Decay<C> decay = decay_at<C>(reinterpret_cast<threadgroup float*>(memory + Memory::decay));
   threadgroup float* gate = reinterpret_cast<threadgroup float*>(memory + Memory::scalars);
-  threadgroup float* before = gate + C;
-  threadgroup float* after = before + C;
-  threadgroup float* rate = after + C;
   threadgroup float* row_sums = reinterpret_cast<threadgroup float*>(memory + Memory::sums);
   threadgroup float* column_sums = row_sums + C * blocks;
   threadgroup float* before_sums = reinterpret_cast<threadgroup float*>(memory + Memory::parts);
   threadgroup float* after_sums = before_sums + C * room;
   threadgroup float* rate_sums = after_sums + C * room;
   threadgroup float* state_dots = rate_sums + C * room;
-  const GateTables<C, room> tables{decay,    gate,        before,      after,      rate,      diagonal,
-                                   row_sums, column_sums, before_sums, after_sums, rate_sums, state_dots};
   const auto arrays = saved_arrays(states, d_states, u_in, d_right, v_in, dy_in, mask, length);
   const auto live = alive<Shape::MASKED>(mask, at.z, t0, length);
   const auto queries = Choice<UNSTAGED>::of(unstaged_rows<DK>(q, key_offset, HK * DK, live), staged_q);
@@ -245,11 +241,21 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const KeyGradients<Shape> gradients{dq_sums, dk_sums};
   arrivals_start(memory + Memory::arrivals, at.index);
   int loads = 0;
+  float coming_gate = 0.0f;
   for (int repeat = 0; repeat < Shape::repeats; ++repeat) {
     const int hv = at.y * Shape::repeats + repeat;
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
+    const int current = Memory::ahead ? loads & 1 : 0;
+    threadgroup float* before = gate + C + current * 3 * C;
+    threadgroup float* after = before + C;
+    threadgroup float* rate = after + C;
+    const GateTables<C, room> tables{decay,    gate,        before,      after,      rate,      diagonal,
+                                     row_sums, column_sums, before_sums, after_sums, rate_sums, state_dots};
+    threadgroup char* spare = memory + current * Memory::stage;
+    const Wide<In> weights_y = shared_at<Wide<In>>(spare, Memory::weights_y, C * square);
+    const Wide<In> weights_right = shared_at<Wide<In>>(spare, Memory::weights_right, C * square);
     barrier();
-    {
+    if (!Memory::ahead || repeat == 0) {
       // With one stage, the first load brings only the factors; with two, Q and K, too.
       Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
       if (STAGES > 1)
@@ -263,7 +269,9 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       copies_sent(arrival, at.index);
       if (STAGES == 1) copies_wait(arrival, loads++);
     }
-    if (at.index < C) gate[at.index] = gate_of<Shape::SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
+    if (at.index < C && (!Memory::ahead || repeat == 0))
+      coming_gate = gate_of<Shape::SEGMENTED>(at.index, live, log_g, segments, at.z, hv, HV, t0, length);
+    if (at.index < C) gate[at.index] = coming_gate;
 
     Tile from_y[column_tiles], from_right[column_tiles], from_end[column_tiles];
     Tile y_pairs[Shape::own_pairs], right_pairs[Shape::own_pairs];
@@ -281,6 +289,14 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         load_slice<Shape, Memory>(at, memory + Memory::slices + turn * Memory::stage, arrival, arrays, hv, chunk,
                                   coming * SLICE);
         copies_sent(arrival, at.index);
+      } else if (Memory::ahead && repeat + 1 < Shape::repeats) {
+        Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
+        load_slice<Shape, Memory>(at, memory + Memory::slices + turn * Memory::stage, arrival, arrays, hv + 1,
+                                  chunk + chunks, 0);
+        copy_floats<3 * C>(gate + C + turn * 3 * C, factors + (chunk + chunks) * 3 * C, arrival, at.index);
+        copies_sent(arrival, at.index);
+        if (at.index < C)
+          coming_gate = gate_of<Shape::SEGMENTED>(at.index, live, log_g, segments, at.z, hv + 1, HV, t0, length);
       }
       if (STAGES == 1) {
         copies_wait(here, loads);

@@ -1,31 +1,11 @@
 // The cross-entropy of each row of logits over a vocabulary, and its gradient, for ops/pointwise/vocabulary_loss.py.
 // A block takes a row, and each of its LANES lanes takes every LANES-th piece of it: eight logits if all rows start on
 // 16 bytes, else one. A row is read once forward and once backward, and everything is computed in fp32.
-// Exponentials are taken of a logit's difference from the largest of its row, which is exact where that matters: a
-// multiple of the logit itself would be rounded to 5e-4 at 1e4.
 
 template <int GROUPS>
 struct VocabularyMemory {
   static constexpr constant int bytes = 8 * GROUPS;
 };
-
-// The largest of some logits, and the sum of exp(logit - largest).
-struct Exponentials {
-  float largest, sum;
-};
-
-inline float exponential(float difference) {
-  return DELTATUNE_EXP2(difference * 1.4426950408889634f);
-}
-// The number subtracted from logits: 0 in the place of a largest logit of -infinity, which would give NaN.
-inline float shift_of(float largest) {
-  return largest == -INFINITY ? 0.0f : largest;
-}
-// A NaN is not the largest logit, but it makes the sum NaN.
-inline Exponentials joined(Exponentials a, Exponentials b) {
-  const float largest = metal::fmax(a.largest, b.largest), shift = shift_of(largest);
-  return Exponentials{largest, a.sum * exponential(a.largest - shift) + b.sum * exponential(b.largest - shift)};
-}
 
 // The start of a row, in pieces of one and of eight logits.
 template <typename T>

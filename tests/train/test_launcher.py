@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.train.compiled import Compiled
-from deltatune.train.engines.engine import Engine
+from deltatune.train.engine import Engine
 from deltatune.train.launcher import Launcher
 
 ONLY = {"val_batches": 0, "save_every": 100, "grad_accumulation_steps": 1}

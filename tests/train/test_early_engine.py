@@ -9,12 +9,10 @@ from deltatune.data import BatchOrder
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
-from deltatune.train import StoppedError
+from deltatune.train import StoppedError, engine
 from deltatune.train.compiled import Compiled
 from deltatune.train.distributed import World
-from deltatune.train.engines import early_engine
-from deltatune.train.engines.early_engine import EarlyEngine, may_start_early
-from deltatune.train.engines.engine import Engine
+from deltatune.train.engine import EarlyEngine, Engine, may_start_early
 from killed_runs import same
 
 # Nothing but iterations, so that each one but the first starts early.
@@ -139,7 +137,7 @@ def test_nan_in_an_iteration_keeps_the_state_before_it(
 
 def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
     trainer = make_trainer(**ONLY, iters=4)
-    monkeypatch.setattr(early_engine, "MOST_TRAINED", 1000)
+    monkeypatch.setattr(engine, "MOST_TRAINED", 1000)
     trainer.run()
     assert early_starts == []
     monkeypatch.undo()

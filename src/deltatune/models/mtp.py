@@ -1,0 +1,122 @@
+"""Loads the multi-token-prediction head of a checkpoint, which predicts the token after the next one.
+
+mlx-lm drops the head's tensors when it loads a checkpoint, and mlx-vlm has its modules, for speculative decoding. The
+head becomes a child of the model, so that adapters, saves, plans and digests treat it as any other module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UserError, reason
+from ..json_files import read_json
+from ..lora.select import MTP
+from ..upstream import draft_forward
+from .checkpoint_files import only_chosen, weight_headers
+from .transformers_configs import completed, text_part, with_known_type
+from .vision.split import has_vision
+from .vocabulary import token_tables
+
+# The families of models whose heads were trained in tests.
+_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+
+
+class _Stored(NamedTuple):
+    """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
+
+    splitter: Any
+    config: dict[str, Any]
+    of_mlx: bool
+
+
+def add_head(model: nn.Module, path: Path) -> None:
+    """Add the head of a checkpoint to its model in place, as the child `mtp`, in inference mode.
+
+    Args:
+        model: The model of the checkpoint, loaded through mlx-lm.
+        path: The checkpoint folder.
+
+    Raises:
+        UserError: The checkpoint has no head that can be trained, its tensors do not fit, mlx-vlm is not installed, or
+            the model was loaded for images.
+    """
+    if has_vision(model):
+        raise UserError("mtp: the head of a model trains on text, and the data have images; leave those rows out.")
+    stored = _stored(path)
+    try:
+        with only_chosen(path) as folder:
+            head = stored.splitter.load(folder, source_config=stored.config)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"mtp: the tensors of the multi-token-prediction head of {path} do not fit its config.json: "
+            f"{reason(error)}. Take the files of the original model."
+        ) from error
+    head.eval()
+    model[MTP] = head
+
+
+def head_sanitizer(path: Path) -> Callable[[Mapping[str, mx.array]], dict[str, mx.array]]:
+    """Return the function from all tensors of a checkpoint's files to the parameters of a model that are its head's."""
+    splitter, config, of_mlx = _stored(path)
+    text = splitter.read_text_config(config)
+
+    def sanitize(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        of_head = {name: tensor for name, tensor in tensors.items() if splitter.select_keys(name, text)}
+        return {f"{MTP}.{name}": tensor for name, tensor in splitter.transform(of_head, text, of_mlx).items()}
+
+    return sanitize
+
+
+def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
+    """Return the head as a function of a row's hidden states and of the tokens that follow.
+
+    The function takes the hidden states [B, T, D] of the model behind its last norm and the token behind each position
+    [B, T]. It returns [B, T, D], of which the model's own output head makes the logits of the tokens after those.
+    Documents of packed rows are kept apart as in the model.
+
+    Raises:
+        UserError: The installed mlx-vlm has no such head.
+
+    Source: https://arxiv.org/abs/2412.19437, section 2.2; mlx_vlm.speculative.drafters.
+    """
+    head: Any = model[MTP]
+    embedding = next(iter(token_tables(model).values()))
+    forward = draft_forward(head)
+
+    def run(hidden: mx.array, following: mx.array) -> mx.array:
+        positions = mx.arange(hidden.shape[1])[None]
+        return forward(embedding(following), hidden, [None] * len(head.layers), positions)
+
+    return run
+
+
+def _stored(path: Path) -> _Stored:
+    if importlib.util.find_spec("mlx_vlm") is None:
+        raise UserError("mtp: the head's modules are mlx-vlm's, which is missing: pip install 'deltatune[vision]'.")
+    from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
+
+    config = with_known_type(completed(read_json(path / "config.json")))
+    text = dict(text_part(config))
+    rope = text.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" not in rope:
+        # All three positions of a token of text are equal, so that any division of the frequencies serves.
+        half = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        text["rope_parameters"] = {"type": "default", **rope, "mrope_section": [half, 0, 0]}
+    config = {**config, "text_config": text}
+    splitter: Any = get_mtp_splitter(source_config=config)
+    headers = [header for header in weight_headers(path).values() if splitter is not None]
+    holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
+    if splitter is None or config["model_type"] not in _FAMILIES or not holding:
+        raise UserError(
+            f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
+            "tensors mtp.* of a Qwen3.5 model were expected. Converted checkpoints often lack them: take the original "
+            "model, or leave mtp out."
+        )
+    of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
+    return _Stored(splitter, config, of_mlx)

@@ -1,0 +1,383 @@
+"""Runs that train the multi-token-prediction head: beside the model, alone, packed, continued, on ranks; refusals."""
+
+import json
+import re
+import shutil
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from console import called, deltatune
+from deltatune.commands.export import export_adapter
+from deltatune.data.batches.batch import collate
+from deltatune.data.example import Example
+from deltatune.errors import UserError
+from deltatune.machine import backend
+from deltatune.models import mtp
+from deltatune.models.adapted_base import load
+from deltatune.models.drafts import stream_drafted
+from deltatune.models.generate import Sampling, stream
+from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.forecast import forecast_step
+from deltatune.plan.traced_step import BatchShape
+from deltatune.train import Trainer
+from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
+from deltatune.train.reports.screen import Screen
+from deltatune.train.setup import prepare, ready, training
+from mtp_heads import with_head
+from transformers_saves import write_as_transformers
+
+
+@pytest.fixture(scope="session")
+def headed(checkpoint, tmp_path_factory):
+    """A checkpoint with a head."""
+    return with_head(checkpoint, tmp_path_factory.mktemp("headed") / "model")
+
+
+@pytest.fixture
+def heads(options, headed, tmp_path, screen_text):
+    """heads(**changes) -> a Trainer of the checkpoint with a head, which it trains."""
+
+    def make(**changes):
+        values = {"adapter_path": str(tmp_path / "out"), "mtp": True} | options | {"model": str(headed)} | changes
+        run = ready(TrainConfig(**values | {"lora_parameters": LoraConfig(**values["lora_parameters"])}))
+        run.prepare()
+        return Trainer.of(run, screen_text.screen)
+
+    return make
+
+
+def adapter_of(folder):
+    return mx.load(str(folder / "adapters.safetensors"))
+
+
+def test_the_model_trains_as_without_its_head(heads, tmp_path, read_metrics, screen_text):
+    """The head's loss is no part of the reported loss, and its gradient does not reach the model's layers."""
+    changes = {"lora_parameters": {"rank": 2, "scale": 10.0}, "grad_clip": None, "iters": 12}
+    heads(adapter_path=str(tmp_path / "without"), mtp=False, **changes).run()
+    heads(**changes).run()
+    without, beside = adapter_of(tmp_path / "without"), adapter_of(tmp_path / "out")
+    assert len(beside) == len(without) + 2 * 8
+    assert {name for name in beside if name not in without} == {name for name in beside if name.startswith("mtp.")}
+    for name, expected in without.items():
+        np.testing.assert_allclose(beside[name], expected, rtol=0, atol=1e-5, err_msg=name)
+    before, records = (read_metrics(tmp_path / name) for name in ("without", "out"))
+    losses = [[record["train_loss"] for record in both if "train_loss" in record] for both in (before, records)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    of_head = [record["mtp_loss"] for record in records if "mtp_loss" in record]
+    validated = [record for record in records if "val_loss" in record]
+    assert of_head[-1] < 0.98 * of_head[0]
+    assert validated[-1]["val_mtp_loss"] < validated[0]["val_mtp_loss"]
+    assert all(0 <= record["val_mtp_accepted"] <= 1 for record in validated)
+    assert not any("mtp_accepted" in record for record in records)
+    shown = screen_text.text()
+    assert "and of the multi-token-prediction head" in shown
+    assert "mtp loss" in shown
+    assert "accepted" in shown
+
+
+def test_a_gradient_through_the_layers_is_an_option(heads, tmp_path):
+    changes = {"lora_parameters": {"rank": 2, "scale": 10.0}, "iters": 4, "mtp_weight": 1.0}
+    heads(adapter_path=str(tmp_path / "without"), **changes).run()
+    heads(mtp_trunk_gradient=True, **changes).run()
+    without, through = adapter_of(tmp_path / "without"), adapter_of(tmp_path / "out")
+    name = "language_model.model.layers.0.linear_attn.out_proj.lora_b"
+    assert mx.abs(without[name] - through[name]).max() > 1e-4
+
+
+def test_the_head_alone(heads, headed, tmp_path, read_metrics):
+    heads(mtp="only").run()
+    trained = adapter_of(tmp_path / "out")
+    assert trained
+    assert all(name.startswith("mtp.") for name in trained)
+    records = read_metrics(tmp_path / "out")
+    losses = [record for record in records if "val_loss" in record]
+    assert losses[-1]["val_loss"] == losses[-1]["val_mtp_loss"] < losses[0]["val_loss"]
+    # A model that is loaded without the head leaves it out.
+    tokens = mx.array([[5, 6, 7, 8]])
+    assert mx.array_equal(load(headed, tmp_path / "out").model(tokens), load(headed).model(tokens))
+
+
+def test_a_continued_run_has_the_bits_of_a_straight_one(heads, tmp_path):
+    """The break is inside an accumulation."""
+    heads(adapter_path=str(tmp_path / "straight")).run()
+    heads(iters=3).run()
+    heads(resume=True).run()
+    straight, continued = ((tmp_path / name / "adapters.safetensors").read_bytes() for name in ("straight", "out"))
+    assert straight == continued
+
+
+def test_packed_documents_have_the_gradients_that_they_have_alone(headed):
+    """No prediction crosses into the next document, and the head sees no other."""
+    config = TrainConfig(mtp="only", pack=True, lora_parameters=LoraConfig(rank=2))
+    model = load(headed, mtp=True).model
+    prepare(model, config)
+    mx.random.seed(1)
+    model.update({"mtp": {"fc": {"lora_b": mx.random.normal(model.mtp.fc.lora_b.shape)}}})
+    sizes = {9: 14, 40: 9, 70: 2}
+    documents = [Example(tuple(range(at, at + size)), (0,) + (1,) * (size - 1), "") for at, size in sizes.items()]
+    with training(model, config) as trained:
+        model.train()
+        of_each = []
+        for rows, width, packed in [([documents], 32, True), *(([[one]], 16, False) for one in documents)]:
+            batch = arrays(collate(rows, width, packed=packed))
+            total, weight, gradients, _ = mean_loss_and_gradients(model, trained.loss, batch)
+            sums = {name: gradient * weight for name, gradient in tree_flatten(gradients)}
+            of_each.append((total, weight, sums))
+    (total, weight, sums), *alone = of_each
+    assert weight == sum(one[1] for one in alone) == 12 + 7
+    assert total.item() == pytest.approx(sum(one[0].item() for one in alone), rel=1e-5)
+    for name, gradient in sums.items():
+        expected = sum(one[2][name] for one in alone)
+        assert mx.linalg.norm(gradient - expected) <= 1e-4 * mx.linalg.norm(expected), name
+
+
+def test_full_fine_tuning_writes_the_head(heads, headed, tmp_path):
+    heads(mtp="only", fine_tune_type="full", lora_parameters={}, iters=4).run()
+    before, after = (mx.load(str(folder / "model.safetensors")) for folder in (headed, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not mx.array_equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("mtp.")}
+    # The run's folder is a base whose head trains on.
+    assert load(tmp_path / "out", mtp=True).model.mtp.fc.weight.shape == (64, 128)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_merge_has_the_trained_head(heads, headed, tmp_path, kind):
+    heads(fine_tune_type=kind, lora_parameters={"rank": 2} if kind == "lora" else {}, iters=4).run()
+    adapted = load(headed, tmp_path / "out", mtp=True).model
+    merge = merge_checkpoint(headed, tmp_path / "out", tmp_path / "merged")
+    assert any(name.startswith("mtp.") for name in merge.changed)
+    merged = load(tmp_path / "merged", mtp=True).model
+    hidden, tokens = mx.random.normal((1, 5, 64)), mx.array([[5, 6, 7, 8, 9]])
+    expected = mtp.two_ahead(adapted)(hidden, tokens)
+    assert mx.allclose(mtp.two_ahead(merged)(hidden, tokens), expected, atol=1e-5)
+    base = load(headed, mtp=True).model
+    assert not mx.allclose(mtp.two_ahead(base)(hidden, tokens), expected, atol=1e-3)
+    assert mx.allclose(merged(tokens), adapted(tokens), atol=1e-5)
+
+
+def test_exports_leave_the_head_out(heads, headed, tmp_path):
+    heads(iters=2, lora_parameters={"rank": 2, "scale": 200.0}).run()
+    adapter = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"mtp\.fc\.lora_a: not an adapter parameter in the model"):
+        mlx_lm.load(str(headed), adapter_path=str(adapter))
+    export_adapter("mlx", headed, adapter, tmp_path / "mlx")
+    tokens = mx.array([[5, 6, 7, 8]])
+    theirs, _ = mlx_lm.load(str(headed), adapter_path=str(tmp_path / "mlx"))
+    assert mx.allclose(theirs(tokens), load(headed, adapter).model(tokens), atol=1e-5)
+    assert not mx.allclose(theirs(tokens), load(headed).model(tokens), atol=1e-3)
+    lines = export_adapter("peft", headed, adapter, tmp_path / "peft")
+    assert any("updates of the multi-token-prediction head are left out" in line for line in lines)
+    tensors = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
+    assert tensors
+    assert not any("mtp" in name for name in tensors)
+
+
+@pytest.mark.bad_input("an export of an adapter of the multi-token-prediction head alone")
+@pytest.mark.parametrize("to", ["mlx", "peft"])
+def test_an_adapter_of_the_head_alone_has_no_such_form(heads, headed, tmp_path, to):
+    heads(mtp="only", iters=2).run()
+    paths = ["--adapter-path", tmp_path / "out", "--save-path", tmp_path / to]
+    done = called("export", "--to", to, "--model", headed, *paths)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "updates the multi-token-prediction head alone" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["experts", "quantised", "transformers"])
+def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form):
+    """A mixture's head has experts, a base in 4 bits may have a head of 32, and transformers stores norms minus 1."""
+    size = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    plain = tiny_checkpoint("qwen3_5" if form == "quantised" else "qwen3_5_moe", **size)
+    original = with_head(plain, tmp_path / "original")
+    base = tiny_checkpoint("qwen3_5", **size, quantize={}) if form == "quantised" else plain
+    if form == "transformers":
+        base = write_as_transformers(plain, tmp_path / "plain", mtp=False)
+    folder = with_head(base, tmp_path / "model")
+    expected, ours = (load(path, mtp=True).model for path in (original, folder))
+    hidden, tokens = mx.random.normal((1, 5, 64)), mx.array([[5, 6, 7, 8, 9]])
+    of_head = [mtp.two_ahead(model)(hidden, tokens) for model in (expected, ours)]
+    if form != "quantised":
+        assert mx.allclose(*of_head, atol=1e-5)
+    heads(model=str(folder), iters=8).run()
+    records = [record for record in read_metrics(tmp_path / "out") if "val_loss" in record]
+    assert records[-1]["val_mtp_loss"] < records[0]["val_mtp_loss"]
+    merge = merge_checkpoint(folder, tmp_path / "out", tmp_path / "merged")
+    assert any(name.startswith("mtp.layers.0.mlp.") for name in merge.changed)
+    adapted, merged = (load(*paths, mtp=True).model for paths in ((folder, tmp_path / "out"), (tmp_path / "merged",)))
+    assert mx.allclose(*(mtp.two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+def test_the_plan_holds_the_head(headed):
+    layout, peaks = ArrayLayout.measured(), []
+    for head in (False, True):
+        config = TrainConfig(lora_parameters=LoraConfig(rank=2), mtp=head, batch_size=4)
+        model = load(headed, mtp=head).model
+        prepare(model, config)
+        peaks.append(forecast_step(model, config, BatchShape(4, 128), layout).bytes.amount)
+    held = sum(array.nbytes for _, array in tree_flatten(model.mtp.parameters()))
+    # Beside its weights, the head holds the saved tensors of a layer.
+    assert held < peaks[1] - peaks[0] < 0.6 * peaks[0]
+
+
+def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
+    values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "save_every": 4}
+    values |= {"lora_parameters": {"rank": 2, "scale": 10.0}, "lr_schedule": "constant", "learning_rate": 0.05}
+    done = launch(values | {"adapter_path": str(tmp_path / "two")})
+    assert done.returncode == 0, done.stderr
+    heads(**values).run()
+    left, right = adapter_of(tmp_path / "out"), adapter_of(tmp_path / "two")
+    assert left.keys() == right.keys()
+    for name, expected in left.items():
+        np.testing.assert_allclose(right[name], expected, rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def drafting(headed, options, tmp_path_factory):
+    """The folder of an adapter with which most drafts are right."""
+    folder = tmp_path_factory.mktemp("drafting") / "out"
+    rates = {"lr_schedule": "constant", "learning_rate": 2e-2, "grad_clip": None, "grad_accumulation_steps": 1}
+    lora = {"lora_parameters": LoraConfig(rank=8), "val_batches": 0, "mtp_weight": 1.0}
+    config = TrainConfig(
+        **options | rates | lora | {"model": str(headed), "mtp": True, "iters": 40}, adapter_path=str(folder)
+    )
+    run = ready(config)
+    run.prepare()
+    Trainer.of(run, Screen(shown=False)).run()
+    return folder
+
+
+def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
+    """The trained head's drafts are accepted, and those of the head as it was refused."""
+    trained, stale = load(headed, drafting, mtp=True), load(headed, drafting)
+    mtp.add_head(stale.model, headed)
+    shares = []
+    for loaded in (trained, stale):
+        before = dict(loaded.model.mtp)
+        drafted = accepted = 0
+        for prompt in range(3):
+            tokens = loaded.tokenizer.encode(f"question {prompt} dog")
+            plain = list(stream(loaded, tokens, 24, Sampling()))
+            with_drafts = list(stream_drafted(loaded, tokens, 24))
+            assert [piece.token for piece in with_drafts] == [piece.token for piece in plain]
+            assert "".join(piece.text for piece in with_drafts) == "".join(piece.text for piece in plain)
+            last, expected = with_drafts[-1], plain[-1]
+            for name in ("prompt_tokens", "generation_tokens", "finish_reason"):
+                assert getattr(last, name) == getattr(expected, name)
+            drafted += last.drafted
+            accepted += last.accepted
+        assert dict(loaded.model.mtp) == before
+        shares.append(accepted / drafted)
+    assert shares[0] > 0.5 > 0.2 > shares[1]
+
+
+def test_the_command_line_drafts(headed, drafting, data_folder):
+    model = ["--model", headed, "--adapter-path", drafting]
+    asked = ["generate", *model, "--prompt", "question 3 dog dog", "-m", 20]
+    plain, drafted = deltatune(*asked), deltatune(*asked, "--draft")
+    assert drafted.returncode == 0, drafted.stderr
+    assert drafted.stdout.split("\n[")[0] == plain.stdout.split("\n[")[0]
+    assert re.search(r"; \d+ of \d+ drafted tokens accepted; peak memory", drafted.stdout)
+    plain, drafted = (deltatune("eval", *model, "--data", data_folder, *more) for more in ([], ["--draft"]))
+    loss = re.search(r"Test loss [\d.]+, test perplexity \d+\.\d+", plain.stdout)[0]
+    assert re.search(rf"{re.escape(loss)}, mtp loss [\d.]+, accepted 0\.\d+\.", drafted.stdout)
+
+
+REFUSED_DRAFTS = {
+    "sampled": (["generate", "--prompt", "a", "--temp", "0.5"], "--draft: read only with --temp 0"),
+    "within a bound of memory": (["generate", "--prompt", "a", "--memory", "1GB"], "--draft: read only with --temp 0"),
+    "on tasks": (["eval", "--tasks", "arc_easy"], "--draft: read only without --tasks"),
+    "evaluated within a bound": (["eval", "--data", "none", "--memory", "1GB"], "leave --memory out"),
+}
+
+
+@pytest.mark.bad_input("`--draft` with options that it does not serve, or for a checkpoint without a head")
+@pytest.mark.parametrize("case", REFUSED_DRAFTS)
+def test_options_of_drafts(headed, case):
+    (command, *flags), message = REFUSED_DRAFTS[case]
+    done = called(command, "--model", headed, "--draft", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.bad_input("`--draft` for a model whose parameters are not those of mlx-vlm's")
+def test_another_model_has_no_drafts(headed, checkpoint):
+    loaded = load(headed, mtp=True)
+    loaded.model.language_model["more"] = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="other parameters than mlx_lm"):
+        list(stream_drafted(loaded, [5, 6], 2))
+    done = called("generate", "--model", checkpoint, "--draft", "--prompt", "a")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "has no multi-token-prediction head" in done.stderr
+
+
+REFUSED = {
+    "with another loss": (["--loss", "dpo"], "mtp: read only with loss: sft"),
+    "from scratch": (["--from-scratch"], "mtp: read only with loss: sft, and without from_scratch and memory"),
+    "within a bound of memory": (["--memory", "1GB"], "mtp: read only with loss: sft, and without"),
+    "of the head alone, with a weight": (["--mtp", "only", "--mtp-weight", "0.1"], "read only with mtp: true"),
+    "of the head alone, with parts": (["--mtp", "only", "--parts", "vision"], "parts: read only without mtp: only"),
+    "of another word": (["--mtp", "head"], "true, false or only"),
+}
+
+
+@pytest.mark.bad_input("`--mtp` with options that it does not serve")
+@pytest.mark.parametrize("case", REFUSED)
+def test_options_of_the_head(headed, data_folder, case):
+    flags, message = REFUSED[case]
+    done = called("train", "--model", headed, "--data", data_folder, "--mtp", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.bad_input("`--mtp` for a checkpoint without a multi-token-prediction head")
+def test_a_checkpoint_without_a_head(checkpoint, data_folder):
+    done = called("train", "--model", checkpoint, "--data", data_folder, "--mtp")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"mtp: model {checkpoint} (qwen3_5) has no multi-token-prediction head that can be trained" in done.stderr
+
+
+@pytest.mark.bad_input("a multi-token-prediction head with tensors that are missing or misshapen")
+def test_a_damaged_head(headed, tmp_path):
+    folder = shutil.copytree(headed, tmp_path / "model")
+    tensors = mx.load(str(folder / "model.safetensors"))
+    del tensors["mtp.fc.weight"]
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+    with pytest.raises(UserError, match=r"do not fit its config\.json.*fc\.weight"):
+        load(folder, mtp=True)
+
+
+@pytest.mark.bad_input("`--mtp` for rows with images, without mlx-vlm, or with one that computes heads otherwise")
+def test_what_the_head_needs(headed, monkeypatch):
+    model = load(headed, mtp=True).model
+    monkeypatch.setattr(mtp, "has_vision", lambda _: True)
+    with pytest.raises(UserError, match="trains on text, and the data have images"):
+        mtp.add_head(model, headed)
+    monkeypatch.setattr(type(model.mtp), "_forward_hidden", lambda self, hidden: hidden)
+    with pytest.raises(UserError, match="computes multi-token-prediction heads in another way"):
+        mtp.two_ahead(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(mtp.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="mlx-vlm's, which is missing"):
+        mtp.add_head(model, headed)
+
+
+def test_the_command_line_trains_and_plans(headed, checkpoint, data_folder, tmp_path):
+    command = ["--data", data_folder, "--mtp", "--iters", 4, "--max-seq-length", 64]
+    planned = deltatune("plan", "--model", checkpoint, *command, "--no-mtp")
+    assert planned.returncode == 0, planned.stderr
+    done = deltatune("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["mtp"] is True
+    assert "mtp.fc" in config["lora_parameters"]["keys"]
+    assert "mlx-lm refuses adapters of a multi-token-prediction head" in done.stdout
+    assert "Test loss" in done.stdout
