@@ -194,9 +194,7 @@ def _calls(message: dict[str, Any]) -> str:
     """Each call of a message as its function and arguments, which a row may hold as text."""
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     pairs = ((function.get("name"), function.get("arguments", {})) for function in functions)
-    return "\n".join(
-        f"{name} {text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)}" for name, text in pairs
-    )
+    return "\n".join(f"{name} {x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)}" for name, x in pairs)
 
 
 def _shown(content: Any) -> Any:
