@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
 from deltatune.plan import device_limits as device_limits_module
-from deltatune.plan import fit, primitives, screen, search
+from deltatune.plan import fit, primitives, screen
 from deltatune.plan.array_layout import ArrayLayout, LayoutError
 from deltatune.plan.device_limits import DeviceLimits, device_limits
 from deltatune.plan.forecast import forecast_step
@@ -53,7 +53,6 @@ def test_a_plan_leaves_nothing_of_its_graph(tiny_model):
 
 def test_plan_shows_the_peak_its_place_and_the_largest_values(run, options, limited, monkeypatch):
     limited(300_000_000)
-    monkeypatch.setattr(search, "_PLANS", 3)
     code, out, err = run("plan", *options)
     assert code == 0, err
     for pattern in (
