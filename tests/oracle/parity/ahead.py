@@ -91,7 +91,7 @@ def run(
     """
     pytest.importorskip("mlx_vlm", minversion="0.7.10")
     family = case.model.family
-    model = from_save(*family.readable(config, weights), with_head)
+    model = from_save(config, weights, with_head)
 
     def mlx_path(path: str) -> str:
         return path if path.startswith("mtp.") else family.mlx_path(path)
