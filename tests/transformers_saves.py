@@ -1,12 +1,19 @@
-"""Turns a tiny checkpoint with MLX's names into the form in which transformers saves that model."""
+"""Tiny checkpoints in the form in which transformers saves them."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+
+from deltatune.models.load import read_config
+from deltatune.models.transformers_configs import completed
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.cases import CASES
+from deltatune.selftest.parity.ours import write_save
 
 _CENTRED = ("layernorm.weight", "language_model.norm.weight", "_norm.weight")
 
@@ -69,3 +76,15 @@ def write_as_text_alone(source: Path, target: Path) -> Path:
     text |= {"model_type": f"{config['model_type']}_text", "layer_types": kinds, "rope_parameters": rope}
     (target / "config.json").write_text(json.dumps(text))
     return target
+
+
+def recorded_save(family: str, folder: Path, **options: Any) -> Path:
+    """Write the checkpoint of a recorded family as Hugging Face has it, without a tokenizer.
+
+    Its config has these other options, and all that mlx-lm needs to read it alone.
+    """
+    recorded = recording.read(family)
+    weights = recorded.weights(CASES[family])
+    write_save(folder, recorded.config | options, weights)
+    (folder / "config.json").write_text(json.dumps(completed(read_config(folder))))
+    return folder

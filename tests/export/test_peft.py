@@ -18,7 +18,9 @@ from deltatune.export.expert_factors import from_peft
 from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
 from deltatune.lora import load_adapters
 from deltatune.models.load import load_model
+from families import FAMILIES
 from saved_adapters import adapted
+from transformers_saves import recorded_save
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 RANK, SCALE = 3, 1.5
@@ -64,11 +66,12 @@ def small_export(made_once, tmp_path):
     return base, shutil.copytree(folder, tmp_path / "export")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "kimi_linear"])
-def test_every_module_goes_to_peft_and_back(family, tiny_checkpoint, tmp_path):
-    base = tiny_checkpoint(family)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "kimi_linear", "nemotron_h", "granitemoehybrid"])
+def test_every_module_goes_to_peft_and_back(family, tiny_checkpoint, tmp_path, capsys):
+    base = tiny_checkpoint(family) if family in FAMILIES else recorded_save(family, tmp_path / "base")
     ours = adapt(base, tmp_path / "adapter")
     config, tensors = exported(base, tmp_path)
+    assert ("PEFT refuses this adapter" in capsys.readouterr().out) == (family == "nemotron_h")
     assert imported(base, tmp_path) == 0
     before, after = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("adapter", "back"))
     assert before.keys() == after.keys()

@@ -14,12 +14,10 @@ from deltatune.lora.weights import dense_weight
 from deltatune.models import merged_checkpoint as merge_module
 from deltatune.models.load import load_model
 from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.selftest.parity import recording
-from deltatune.selftest.parity.cases import CASES
 from families import FAMILIES
 from last_place import assert_same
 from saved_adapters import adapted as adapt
-from transformers_saves import transformers_names
+from transformers_saves import recorded_save, transformers_names
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
@@ -258,12 +256,7 @@ SANITIZED = {
 
 @pytest.mark.parametrize(("family", "kind"), [("gemma3", "lora"), ("falcon_h1", "lora"), ("falcon_h1", "full")])
 def test_a_model_that_sanitize_changes(family, kind, tmp_path):
-    case, reference = CASES[family], recording.read(family)
-    config, weights = reference.config | SANITIZED[family], reference.weights(case)
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(base / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
+    base = recorded_save(family, tmp_path / "base", **SANITIZED[family])
     adapted = adapt(base, tmp_path / "adapter", kind)(TOKENS)
     merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
     merged, _ = load_model(tmp_path / "merged")

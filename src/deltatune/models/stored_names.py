@@ -106,7 +106,7 @@ class StoredNames:
         stored = self._stored_name.get(name)
         if stored is None or name in self._origins:
             return False
-        return mx.all(self._numbers[name] == self._number_of[stored]).item()
+        return bool(mx.all(self._numbers[name] == self._number_of[stored]).item())
 
     def _name_in_files(self, name: str) -> str:
         """The stored tensor that the parameter `name` is. UserError where it is none of them."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+
+import mlx.core as mx
 
 from ..ops.tracing import dispatch
 from ..ops.tracing.dispatch import NotedCall
 
 # The tokens of the row for which a noted call asks for its implementation.
-ROW = 512
+_ROW = 512
 
 
 @contextmanager
@@ -41,13 +43,19 @@ def note(operator: str, implementation: Callable[[], str] | None) -> None:
 
     Args:
         operator: "gated delta", "linear attention", "attention" or "experts".
-        implementation: Gives the name of the implementation that serves the call in training, on rows of ROW tokens;
-            None where upstream's code does.
+        implementation: Gives the name of the implementation that serves the call in training, as for of_a_row(); None
+            where upstream's code does.
     """
     calls = dispatch.current().callers
     if calls is not None:
         name = implementation() if implementation is not None and asked() else ""
         calls.append(NotedCall(operator, _selves(), name))
+
+
+def of_a_row(arrays: Sequence[mx.array], axis: int = 1) -> list[mx.array]:
+    """Return arrays of a row's tokens along `axis`, all of them the first one of each of `arrays`."""
+    first = mx.zeros(_ROW, mx.int32)
+    return [mx.take(array, first, axis) for array in arrays]
 
 
 def _selves() -> list[int]:

@@ -149,8 +149,8 @@ def counted(
 
 
 def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> str:
-    """Name the implementation of a call with these arrays and options in training, on rows of callers.ROW tokens."""
-    q, k, v, a = (mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays[:4])
+    """Name the implementation of a call with these arrays and options in training."""
+    q, k, v, a = callers.of_a_row(arrays[:4])
     log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
     return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False))[0]
 

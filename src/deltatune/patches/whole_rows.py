@@ -139,8 +139,8 @@ def _of_a_token(q: Any, k: Any, v: Any, scale: float, mask: Any, sinks: Any) -> 
 
 
 def _implementation(arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> str:
-    """Name the implementation of such a call in training, on rows of callers.ROW tokens; a mask is taken for causal."""
-    q, k, v = (mx.broadcast_to(x[:, :, :1], (*x.shape[:2], callers.ROW, x.shape[3])) for x in arrays)
+    """Name the implementation of such a call in training; a mask is taken for causal."""
+    q, k, v = callers.of_a_row(arrays, axis=2)
     return candidates.choose(OPERATOR, AttentionCall(q, k, v, mask is not None, None, None, sinks, None, scale))[0]
 
 

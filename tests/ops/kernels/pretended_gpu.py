@@ -14,7 +14,7 @@ import pytest
 
 from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import fused_hopper
-from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
+from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.kernels import builds, cubin, fatbin, launch, nvrtc
 
 AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
@@ -74,5 +74,5 @@ def forget_kernels() -> None:
     for name, module in sys.modules.items():
         if name.startswith("deltatune.ops.") and hasattr(module, "_plan"):
             module._plan.cache_clear()
-    for remembered in (launch.kernel_of, choose_tiling, choose_channel_tiling, fused_hopper._tiling):
+    for remembered in (launch.kernel_of, choose_tiling, fused_hopper._tiling):
         remembered.cache_clear()

@@ -26,7 +26,7 @@ from deltatune.ops.experts.grouped_hopper import GroupedProduct, Packed
 from deltatune.ops.gated_delta.fused_hopper import choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.fused_passes import no_initial_state
-from deltatune.ops.gated_delta.tiling import choose_channel_tiling, choose_tiling
+from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.pointwise import (
     conv_silu,
@@ -251,7 +251,8 @@ def test_small_blocks_have_kernels_that_compile(per_channel, gpu):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
-@pytest.mark.parametrize("choose", [choose_tiling, choose_channel_tiling], ids=["per head", "per channel"])
-def test_small_blocks_have_a_tiling_for_every_size(choose, dtype):
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
+def test_small_blocks_have_a_tiling_for_every_size(per_channel, dtype):
     for heads, keys, values in itertools.product((2, 32), (16, 128, 192, 256), (16, 128, 256)):
-        assert choose("cuda", (2, 2048, heads, heads, keys, values), dtype, masked=False, segmented=False)
+        sizes = (2, 2048, heads, heads, keys, values)
+        assert choose_tiling("cuda", sizes, dtype, masked=False, segmented=False, per_channel=per_channel)

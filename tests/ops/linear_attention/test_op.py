@@ -12,7 +12,7 @@ import pytest
 from deltatune import linear_attention
 from deltatune.errors import UserError
 from deltatune.ops.gated_delta.call import Call
-from deltatune.ops.linear_attention.choice import MODELS, OPERATOR, SMALL, compare_chunk
+from deltatune.ops.linear_attention.choice import MODELS, OPERATOR, SMALL
 from deltatune.ops.operator import candidates
 from deltatune.ops.operator.case import judged
 
@@ -110,7 +110,7 @@ def test_trial():
 
 
 def test_chunk_passes_its_comparison_with_the_recurrence():
-    assert [verdict.passed for verdict in compare_chunk()] == [True] * len(SMALL)
+    assert [verdict.passed for verdict in OPERATOR.compare_last()] == [True] * len(SMALL)
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -12,7 +12,7 @@ from ..recomputation import input_of, recomputes
 from .fused_hopper import HopperTiling, choose_hopper_tiling
 from .fused_passes import FusedPasses, TilingOfCall, keeping, recomputing, shape_of
 from .fused_pieces import FusedPieces, cut_of, recomputing_pieces
-from .tiling import Shape, Tiling, choose_channel_tiling, choose_tiling
+from .tiling import Shape, Tiling, choose_tiling
 from .transforms import operator_name
 
 # Smaller head sizes waste most of a 16 x 16 tile.
@@ -91,13 +91,11 @@ def tiling_of(
     erases: bool = True,
 ) -> Tiling | None:
     """Return how `machine` divides a call of shape (B, T, Hk, Hv, Dk, Dv); None where its memory cannot hold it."""
-    options = {"masked": masked, "segmented": segmented, "erases": erases}
-    if per_channel:
-        return choose_channel_tiling(machine, shape, dtype, **options)
+    options = {"masked": masked, "segmented": segmented}
     on_hopper = None
-    if machine == "cuda" and erases:
-        on_hopper = choose_hopper_tiling(shape, dtype, masked=masked, segmented=segmented)
-    return on_hopper or choose_tiling(machine, shape, dtype, **options)
+    if machine == "cuda" and erases and not per_channel:
+        on_hopper = choose_hopper_tiling(shape, dtype, **options)
+    return on_hopper or choose_tiling(machine, shape, dtype, per_channel=per_channel, erases=erases, **options)
 
 
 def dtype_of_beta(tiling: Tiling | None, dtype: mx.Dtype) -> mx.Dtype:

@@ -1,7 +1,7 @@
 """How the fused kernels divide one call: sizes of chunks and slices, groups of lanes, and bytes of shared memory.
 
 A block is a threadgroup on Metal and a thread block on CUDA; a group is 32 lanes of it; a strip is 16 rows of a state.
-`choose_tiling` and `choose_channel_tiling` return the first tiling that fits into a block's shared memory.
+`choose_tiling` returns the first tiling that fits into a block's shared memory.
 """
 
 from __future__ import annotations
@@ -328,9 +328,16 @@ def _gradient_groups(machine: str, key_size: int, chunk: int) -> int:
 
 @lru_cache(maxsize=256)
 def choose_tiling(
-    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, erases: bool = True
+    machine: str,
+    shape: Shape,
+    dtype: mx.Dtype,
+    *,
+    masked: bool,
+    segmented: bool,
+    per_channel: bool = False,
+    erases: bool = True,
 ) -> Tiling | None:
-    """Choose the tiling of a call with one gate per head.
+    """Choose the tiling of a call.
 
     Args:
         machine: `metal` or `cuda`.
@@ -338,56 +345,52 @@ def choose_tiling(
         dtype: That of q, k and v.
         masked: Whether the call has a mask.
         segmented: Whether the call has segments.
+        per_channel: Whether it has a gate per key channel.
         erases: Whether it has a beta.
 
     Returns:
         The first tiling, in order of preference, that fits into the machine's shared memory, or None.
     """
-    *_, key_size, value_size = shape
-    slices = _gradient_slices(value_size)
+    key_size = shape[4]
     if machine == "metal":
         divisions = _divisions_on_metal(key_size)
     else:
-        scans = [_scan_slice(shape, dtype, erases), _scan(32)]
-        chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
-        divisions = [
-            scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
-            for chunk in chunks
-            for scan in scans
-            for rows in slices[:2]
-        ]
-        divisions += [
-            {"chunk": 16, "slice": 32, "gradient_slice": rows, "stages": stages} for rows in slices for stages in (2, 1)
-        ]
+        divisions = (_channel_divisions if per_channel else _divisions)(shape, dtype, erases)
     for division in divisions:
-        division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
-    return _first_that_fits(
-        partial(Tiling, machine=machine, masked=masked, segmented=segmented, erases=erases), shape, dtype, divisions
-    )
+        if per_channel:
+            division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
+        else:
+            division["gradient_groups"] = _gradient_groups(machine, key_size, division["chunk"])
+    options: Division = {"machine": machine, "masked": masked, "segmented": segmented, "erases": erases}
+    return _first_that_fits(partial(ChannelTiling if per_channel else Tiling, **options), shape, dtype, divisions)
 
 
-@lru_cache(maxsize=256)
-def choose_channel_tiling(
-    machine: str, shape: Shape, dtype: mx.Dtype, *, masked: bool, segmented: bool, erases: bool = True
-) -> ChannelTiling | None:
-    """Choose the tiling of a call with a gate per key channel. Arguments and result are those of `choose_tiling`."""
+def _divisions(shape: Shape, dtype: mx.Dtype, erases: bool) -> list[Division]:
+    """Return the divisions to try on CUDA with one gate per head, in order of preference."""
     *_, key_size, value_size = shape
     slices = _gradient_slices(value_size)
-    if machine == "metal":
-        divisions = _divisions_on_metal(key_size)
-    else:
-        divisions = [
-            scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
-            for chunk in (32, 16)
-            for scan in (_scan_slice(shape, dtype, erases), _scan(64), _scan(32), _scan(16))
-            for rows in sorted(slices, key=lambda rows: rows == 64)
-        ]
-        short: Division = {"chunk": 16, "slice": 16, "stages": 1}
-        divisions += [short | {"gradient_slice": rows} for rows in slices]
-    for division in divisions:
-        division["gradient_groups"] = 8 if division["chunk"] == 32 else 4
-    kind = partial(ChannelTiling, machine=machine, masked=masked, segmented=segmented, erases=erases)
-    return _first_that_fits(kind, shape, dtype, divisions)
+    chunks = (64, 32) if dtype == mx.bfloat16 and key_size <= 128 else (32, 16)
+    divisions = [
+        scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
+        for chunk in chunks
+        for scan in (_scan_slice(shape, dtype, erases), _scan(32))
+        for rows in slices[:2]
+    ]
+    return divisions + [
+        {"chunk": 16, "slice": 32, "gradient_slice": rows, "stages": stages} for rows in slices for stages in (2, 1)
+    ]
+
+
+def _channel_divisions(shape: Shape, dtype: mx.Dtype, erases: bool) -> list[Division]:
+    """Return the divisions to try on CUDA with a gate per key channel, in order of preference."""
+    slices = _gradient_slices(shape[5])
+    divisions = [
+        scan | {"chunk": chunk, "gradient_slice": rows, "stages": 2}
+        for chunk in (32, 16)
+        for scan in (_scan_slice(shape, dtype, erases), _scan(64), _scan(32), _scan(16))
+        for rows in sorted(slices, key=lambda rows: rows == 64)
+    ]
+    return divisions + [{"chunk": 16, "slice": 16, "stages": 1, "gradient_slice": rows} for rows in slices]
 
 
 def _first_that_fits(kind: Callable[..., T], shape: Shape, dtype: mx.Dtype, divisions: list[Division]) -> T | None:

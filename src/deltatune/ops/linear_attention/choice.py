@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from .. import IMPLEMENTATIONS
 from ..gated_delta import trial_case, workloads
-from ..gated_delta.call import Call
 from ..gated_delta.choice import chunk_bf16_candidate, chunk_candidate, fused_candidate, naive_candidate
 from ..gated_delta.trial_case import ShapeClass
 from ..gated_delta.workloads import Workload
 from ..operator.operator import Operator
-from ..operator.verdicts import Verdict
 
 # Small sizes, on which the recurrence takes little time.
 SMALL = (
@@ -26,16 +25,6 @@ MODELS = (
     ShapeClass(16, 16, 64, 64, "float32", masked=True, beta=""),
     ShapeClass(16, 16, 128, 128, "bfloat16", per_channel=True, beta=""),
 )
-
-
-def calls() -> list[Call]:
-    """Return a call of each class of MODELS, with one token."""
-    return [Call.of_class(shape) for shape in MODELS]
-
-
-def compare_chunk() -> list[Verdict]:
-    """Compare `chunk` with the recurrence."""
-    return workloads.compare_chunk(SMALL)
 
 
 def workloads_of(quick: bool) -> list[Workload]:
@@ -62,7 +51,7 @@ OPERATOR = Operator(
     },
     case_of=trial_case.trial_case,
     timed_case_of=trial_case.trial_case,
-    examples=calls,
-    compare_last=compare_chunk,
+    examples=partial(workloads.calls, MODELS),
+    compare_last=partial(workloads.compare_chunk, SMALL),
     workloads=workloads_of,
 )

@@ -81,8 +81,8 @@ def _ssm_update(upstream: Function) -> Function:
 
 
 def _implementation(*arrays: mx.array) -> str:
-    """Name the implementation of a call with these q, k, v and log_g, on rows of callers.ROW tokens."""
-    q, k, v, log_g = (mx.broadcast_to(x[:, :1], (x.shape[0], callers.ROW, *x.shape[2:])) for x in arrays)
+    """Name the implementation of a call with these q, k, v and log_g."""
+    q, k, v, log_g = callers.of_a_row(arrays)
     return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False, beta_dtype=None))[0]
 
 

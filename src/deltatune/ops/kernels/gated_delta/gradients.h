@@ -190,6 +190,15 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
   }
 }
 
+// Starts to copy the factors of a value head's chunk and, with two stages, its first slice.
+template <typename Shape, typename Memory, typename Arrays, typename PF>
+inline void load_head(Place at, threadgroup char* slice, thread Arrival& arrival, Arrays arrays, int hv, long chunk,
+                      PF factors, threadgroup float* before) {
+  constexpr int numbers = 3 * Shape::C;
+  if (Shape::STAGES > 1) load_slice<Shape, Memory>(at, slice, arrival, arrays, hv, chunk, 0);
+  copy_floats<numbers>(before, factors + chunk * numbers, arrival, at.index);
+}
+
 // Computes the gradients of q, k, log_g and beta from the outputs of the two scans. Each block does one chunk of one
 // key head and goes through that head's HV / HK value heads; the grid is (chunks, HK, B).
 // Inputs: q, k, log_g, mask, segments; factors of the prepare kernel; states and u of the scan; d_states and d_right of
@@ -247,10 +256,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     const int current = Memory::ahead ? loads & 1 : 0;
     threadgroup float* before = gate + C + current * 3 * C;
-    threadgroup float* after = before + C;
-    threadgroup float* rate = after + C;
-    const GateTables<C, room> tables{decay,    gate,        before,      after,      rate,      diagonal,
-                                     row_sums, column_sums, before_sums, after_sums, rate_sums, state_dots};
+    const GateTables<C, room> tables{decay,    gate,        before,      before + C, before + 2 * C, diagonal,
+                                     row_sums, column_sums, before_sums, after_sums, rate_sums,      state_dots};
     threadgroup char* spare = memory + current * Memory::stage;
     const Wide<In> weights_y = shared_at<Wide<In>>(spare, Memory::weights_y, C * square);
     const Wide<In> weights_right = shared_at<Wide<In>>(spare, Memory::weights_right, C * square);
@@ -258,14 +265,12 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     if (!Memory::ahead || repeat == 0) {
       // With one stage, the first load brings only the factors; with two, Q and K, too.
       Arrival arrival = arrival_at(memory + Memory::arrivals, STAGES > 1 ? loads & 1 : 0);
-      if (STAGES > 1)
-        load_slice<Shape, Memory>(at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, arrays, hv, chunk,
-                                  0);
+      load_head<Shape, Memory>(at, memory + Memory::slices + (loads & 1) * Memory::stage, arrival, arrays, hv, chunk,
+                               factors, before);
       if (STAGES > 1 && repeat == 0) {
         copy_rows<C, columns, threads>(staged_q, stride, q + key_offset, HK * DK, DK, live, arrival, at.index);
         copy_rows<C, columns, threads>(staged_k, stride, k + key_offset, HK * DK, DK, live, arrival, at.index);
       }
-      copy_floats<3 * C>(before, factors + chunk * 3 * C, arrival, at.index);
       copies_sent(arrival, at.index);
       if (STAGES == 1) copies_wait(arrival, loads++);
     }
@@ -291,9 +296,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         copies_sent(arrival, at.index);
       } else if (Memory::ahead && repeat + 1 < Shape::repeats) {
         Arrival arrival = arrival_at(memory + Memory::arrivals, turn);
-        load_slice<Shape, Memory>(at, memory + Memory::slices + turn * Memory::stage, arrival, arrays, hv + 1,
-                                  chunk + chunks, 0);
-        copy_floats<3 * C>(gate + C + turn * 3 * C, factors + (chunk + chunks) * 3 * C, arrival, at.index);
+        load_head<Shape, Memory>(at, memory + Memory::slices + turn * Memory::stage, arrival, arrays, hv + 1,
+                                 chunk + chunks, factors, gate + C + turn * 3 * C);
         copies_sent(arrival, at.index);
         if (at.index < C)
           coming_gate = gate_of<Shape::SEGMENTED>(at.index, live, log_g, segments, at.z, hv + 1, HV, t0, length);
