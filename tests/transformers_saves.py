@@ -13,6 +13,7 @@ from deltatune.models.load import read_config
 from deltatune.models.transformers_configs import completed
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
+from deltatune.selftest.parity.ours import write_save
 
 _CENTRED = ("layernorm.weight", "language_model.norm.weight", "_norm.weight")
 
@@ -84,8 +85,6 @@ def recorded_save(family: str, folder: Path, **options: Any) -> Path:
     """
     recorded = recording.read(family)
     weights = recorded.weights(CASES[family])
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(recorded.config | options))
+    write_save(folder, recorded.config | options, weights)
     (folder / "config.json").write_text(json.dumps(completed(read_config(folder))))
-    mx.save_safetensors(str(folder / "model.safetensors"), {name: mx.array(value) for name, value in weights.items()})
     return folder

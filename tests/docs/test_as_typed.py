@@ -151,7 +151,7 @@ def desk(places, tmp_path, monkeypatch):
 
 def started(words: list[str], *, script: bool = False) -> int:
     """Run a command of deltatune, shortened, and return its exit code; `script` takes the installed console script."""
-    words = words + SHORTER.get("grpo" if "grpo" in words else words[0], [])
+    words = words + SHORTER.get("grpo" if {"grpo", "distill"} & {*words} else words[0], [])
     if not script:
         return cli.main(words)
     done = deltatune(*words)

@@ -322,6 +322,7 @@ ELSEWHERE = {
     "--mtp-trunk-gradient": "train/test_mtp::test_a_gradient_through_the_layers_is_an_option",
     "--draft": "train/test_mtp::test_the_command_line_drafts",
     "--teacher": "train/distillation/test_run::distilling",
+    "--lmbda": "train/distillation/test_student_answers::test_a_draw_decides_who_answers_an_update",
     "--num-fewshot": f"{HARNESS}::test_one_command_asks_the_model_with_its_adapter",
     "--output": f"{CLI}::test_mistakes_are_one_message_and_exit_code_2",
     "--outtype": f"{GGUF}::test_types_that_the_converter_does_not_write_go_through_llama_quantize",

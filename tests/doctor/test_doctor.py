@@ -23,7 +23,7 @@ from deltatune.ops.gated_delta import workloads
 from deltatune.ops.operator.operator import Operator
 from deltatune.patches import evidence
 from deltatune.patches.verify import Serving
-from deltatune.plan.process_memory import LayoutError
+from deltatune.plan.array_layout import LayoutError
 from new_tokens import with_new_tokens
 
 # What is measured of a machine, which no model changes.

@@ -29,10 +29,9 @@ def test_every_linear_of_a_text_family(name):
 @pytest.mark.parametrize("name", vision.CASES)
 def test_every_linear_of_a_family_with_images(name):
     content = recorded(f"vision/{name}")
-    names = TransformersNames(content["config"])
-    assert any(".visual." in target for target in content["targets"])
-    for target in content["targets"]:
-        assert names.place(vision.mlx_path(target)) == AdaptedPlace(target)
+    names, targets = TransformersNames(content["config"]), content["targets"]
+    assert any(".visual." in target for target in targets)
+    assert all(names.place(vision.mlx_path(target)) == AdaptedPlace(target) for target in targets)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing_hybrid"])

@@ -12,11 +12,13 @@ from deltatune.models.document_isolation import check_packing
 from deltatune.patches import patched
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "bailing", "kimi_k3")
+# Of Mamba-2.
+OTHERS = ("mamba2", "granitemoehybrid", "nemotron_h")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3", "gemma3_text"])
-def test_families_pass_with_the_patches_and_fail_without(tiny_model, family):
-    model = tiny_model(family)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3", "gemma3_text", *OTHERS])
+def test_families_pass_with_the_patches_and_fail_without(tiny_model, other_model, family):
+    model = (other_model if family in OTHERS else tiny_model)(family)
     with patched(model):
         check_packing(model, 64)
     with pytest.raises(UserError, match="sees across documents"):
@@ -28,15 +30,6 @@ def test_sixteen_bits_pass(tiny_model, family):
     model = tiny_model(family)
     model.set_dtype(mx.bfloat16)
     with patched(model):
-        check_packing(model, 64)
-
-
-@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid", "nemotron_h"])
-def test_mamba_2_passes_with_the_patches_and_fails_without(other_model, family):
-    model = other_model(family)
-    with patched(model):
-        check_packing(model, 64)
-    with pytest.raises(UserError, match="sees across documents"):
         check_packing(model, 64)
 
 

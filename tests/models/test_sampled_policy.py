@@ -50,9 +50,9 @@ def test_the_policy_is_that_of_its_definition(temperature, top_k, top_p, min_p):
     assert ((ours == 0) == (expected == 0)).all()
 
 
-def adapted(tiny_model):
+def adapted(tiny_model, kind="lora"):
     model = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2).eval()
-    convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
+    convert_to_lora(model, LoraConfig(rank=2, scale=10.0), fine_tune_type=kind, num_layers=-1)
     return model
 
 
@@ -63,10 +63,15 @@ def log_probabilities(model, policy, answer, tokens):
     return np.array(mx.take_along_axis(log_p, mx.array(tokens)[:, None], axis=-1)[:, 0]), logits
 
 
-@pytest.mark.parametrize("serving", [contextlib.nullcontext, small_cases])
-def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch, serving):
-    """With small_cases, layers join their matrices and adapters for one token of each row, as on an NVIDIA GPU."""
-    model = adapted(tiny_model)
+@pytest.mark.parametrize(
+    ("serving", "kind"), [(contextlib.nullcontext, "lora"), (small_cases, "lora"), (small_cases, "dora")]
+)
+def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch, serving, kind):
+    """With small_cases, layers join their matrices and adapters for one token of each row, as on an NVIDIA GPU.
+
+    The step then reads no trainable weight of LoRA besides, but those of DoRA.
+    """
+    model = adapted(tiny_model, kind)
     traces = []
     plain = batch_decoder.logits_of
     monkeypatch.setattr(batch_decoder, "logits_of", lambda *a, **o: (traces.append(a[1].shape[1]), plain(*a, **o))[1])
@@ -83,7 +88,7 @@ def test_an_engine_follows_updates_without_a_new_trace(tiny_model, monkeypatch, 
     assert traces.count(1) == 5
     with patched(), serving(), trace.having(next_tokens=True, factors=(factors := Factors())):
         plain(model, mx.array([[3]]), cache=make_prompt_cache(model))
-    assert factors.noted
+    assert bool(factors.noted) == (kind == "lora")
 
 
 def test_keys_and_values_may_be_written_in_place(tiny_model, monkeypatch):

@@ -14,6 +14,7 @@ from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
+from deltatune.selftest.parity.ours import write_save
 from saved_adapters import moved
 from transformers_saves import write_as_text_alone, write_as_transformers
 
@@ -80,11 +81,7 @@ def test_names_of_transformers_own_load_and_merge_under_those_names(family, tmp_
     content = json.loads((recording.FOLDER / f"{family}.json").read_text())
     case = CASES[family].family
     weights = case.weights({name: tuple(shape) for name, shape in content["shapes"].items()})
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(content["config"]))
-    arrays = {key: mx.array(value) for key, value in weights.items()}
-    mx.save_safetensors(str(tmp_path / "base" / "model.safetensors"), arrays)
-    model, config = load_model(tmp_path / "base")
+    model, config = load_model(write_save(tmp_path / "base", content["config"], weights))
     assert config == content["config"]
     convert_to_lora(model, LoraConfig(rank=2, scale=2.0))
     # A draw that sends no token to other experts by rounding alone.

@@ -19,6 +19,7 @@ from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import CASES
+from deltatune.selftest.parity.ours import write_save
 
 pytestmark = pytest.mark.oracle
 
@@ -31,17 +32,12 @@ TOKENS = np.arange(3, 3 + 2 * 19).reshape(2, 19) * 7 % seeded.VOCAB
 def saved(folder: Path, name: str, **options) -> Path:
     """A family's tiny checkpoint as transformers saves it."""
     from parity import theirs
-    from safetensors.numpy import save_file
 
     case = CASES[name]
     config, shapes = theirs.saved(case.family.model_type, {**case.family.options, **options})
     weights = case.family.weights(shapes)
     theirs.load(config, weights)
-    path = folder / "checkpoint"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    save_file({key: np.ascontiguousarray(value) for key, value in weights.items()}, path / "model.safetensors")
-    return path
+    return write_save(folder / "checkpoint", config, weights)
 
 
 def theirs_loaded(folder: Path):
@@ -182,7 +178,6 @@ def test_tower_projector_and_language_model(name, tmp_path):
     """Adapters on every module of a model with images: the loss of a batch with images is the same on both sides."""
     import peft
     from parity import vision_theirs
-    from safetensors.numpy import save_file
 
     from deltatune.models.load import load_vision_tower
     from deltatune.selftest.parity.vision import CASES as VISION
@@ -191,11 +186,7 @@ def test_tower_projector_and_language_model(name, tmp_path):
     case = VISION[name]
     config, shapes = vision_theirs.COMPARISON.layout(case)
     weights = case.weights(shapes)
-    settings, tensors = case.readable(config, weights)
-    (tmp_path / "mlx").mkdir()
-    (tmp_path / "mlx" / "config.json").write_text(json.dumps(settings))
-    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, tmp_path / "mlx/model.safetensors")
-    model = load_vision_tower(tmp_path / "mlx")
+    model = load_vision_tower(write_save(tmp_path / "mlx", *case.readable(config, weights)))
     convert_to_lora(model, LoraConfig(rank=3, scale=1.5), parts=("language", "vision", "projector"))
     plain = vision_loss(model, batch(0))
     save_adapters(moved(model, 0.12), tmp_path / "adapter", {})

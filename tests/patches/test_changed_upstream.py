@@ -196,7 +196,8 @@ def pictures(tmp_path_factory):
 def test_unchanged_code_under_a_new_version_is_served_wholly(tiny_vision_checkpoint, pictures, tmp_path):
     stand_in(tmp_path / "new", "0.99.0", {}, name="mlx_vlm")
     path = stand_in(tmp_path / "new", "0.99.0", {}, mlx="0.99.1")
-    flags = ("--model", tiny_vision_checkpoint("qwen3_5_moe"), "--data", pictures, "--adapter-path", tmp_path / "out")
+    model = tiny_vision_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
+    flags = ("--model", model, "--data", pictures, "--adapter-path", tmp_path / "out")
     variables = {"PYTHONPATH": path, "DELTATUNE_CACHE": cache_of(tmp_path / "cache")}
     done = deltatune("train", *flags, "--iters", 1, "--batch-size", 2, **variables)
     assert done.returncode == 0, done.stderr

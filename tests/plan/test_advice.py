@@ -27,35 +27,26 @@ def mixture(tiny_checkpoint):
     )
 
 
-@pytest.fixture(scope="module")
-def words(mixture, tmp_path_factory):
+@pytest.fixture
+def words(tmp_path, mixture):
     """The command line of a run of a few tokens, without its command."""
-    folder = tmp_path_factory.mktemp("advice")
-    row = json.dumps({"prompt": "the quick brown fox", "completion": "jumps"}) + "\n"
-    (folder / "train.jsonl").write_text(row * 4)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text((json.dumps({"prompt": "the quick brown fox", "completion": "jumps"}) + "\n") * 4)
     run = ["--batch-size", 1, "--max-seq-length", 32, "--rank", 16, "--optimizer", "adamw"]
-    return ["--model", mixture, "--data", folder, "--adapter-path", folder / "out", "--grad-checkpoint", *run]
-
-
-@pytest.fixture(scope="module")
-def planned():
-    """The results of plans, which several tests ask for, by their limits and words."""
-    return {}
+    return ["--model", mixture, "--data", data, "--adapter-path", tmp_path / "out", "--grad-checkpoint", *run]
 
 
 @pytest.fixture
-def needs(run, monkeypatch, planned):
+def needs(run, monkeypatch):
     """needs(limit, *words) -> the exit code of the plan of a run, the bytes that it needs, and all that is said."""
     monkeypatch.setattr(fit, "largest", lambda *_: Largest(1, more=False))
 
     def plan(limit, *words):
         monkeypatch.setattr(fit, "device_limits", lambda: DeviceLimits(None, int(limit), "a test", "a test"))
-        if (limit, words) not in planned:
-            code, out, err = run("plan", *words)
-            assert not err
-            peak = round(float(re.search(r"Peak memory: ([\d.]+) MB", out)[1]) * 1e6)
-            planned[limit, words] = code, peak, out
-        return planned[limit, words]
+        code, out, err = run("plan", *words)
+        assert not err
+        return code, round(float(re.search(r"Peak memory: ([\d.]+) MB", out)[1]) * 1e6), out
 
     return plan
 
@@ -122,8 +113,7 @@ def test_small_savings_and_chosen_options_are_not_advised(needs, words, tmp_path
     assert "--optimizer adamw8bit (with optimizer_config's adamw under that name) takes" in said
 
 
-def test_the_memory_of_a_bounded_run_is_advised_on(run, words, monkeypatch):
-    monkeypatch.setattr(fit, "largest", lambda *_: Largest(1, more=False))
+def test_the_memory_of_a_bounded_run_is_advised_on(run, words):
     words = [word for word in words if word != "--grad-checkpoint"]
     code, said, _ = run("plan", *words, "--memory", "1MB")
     assert code == 1

@@ -1,9 +1,8 @@
 import mlx.core as mx
 import pytest
 
-from deltatune.plan import array_layout, graph, process_memory
-from deltatune.plan.array_layout import ArrayLayout
-from deltatune.plan.process_memory import LayoutError
+from deltatune.plan import array_layout, graph
+from deltatune.plan.array_layout import ArrayLayout, LayoutError
 
 
 @pytest.fixture(scope="module")
@@ -12,9 +11,9 @@ def measured():
 
 
 def test_an_address_that_is_not_mapped_is_an_error_and_no_crash():
-    read = process_memory.reader()
+    read = array_layout.reader()
     for address in (8, 1 << 46, (1 << 64) - 16):
-        with pytest.raises(process_memory.UnreadableError):
+        with pytest.raises(array_layout.UnreadableError):
             read(address, 8)
 
 
@@ -30,7 +29,7 @@ def test_stale_bytes_do_not_mislead_the_layout(measured):
 @pytest.mark.parametrize("shift", [8, 24])
 def test_another_layout_is_noticed(monkeypatch, shift):
     """A further member at the start of descriptions shifts every offset."""
-    real = process_memory.reader()
+    real = array_layout.reader()
     monkeypatch.setattr(
         array_layout, "reader", lambda: lambda address, size: real(address + shift * (size > 100), size)
     )

@@ -16,11 +16,10 @@ from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches.tables import activations, delta_layers, pointwise, residual_norms
 from deltatune.plan import fit
-from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.array_layout import ArrayLayout, LayoutError
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.forecast import Forecast, Moment, forecast_step
-from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
 from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World

@@ -94,8 +94,7 @@ def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkey
     monkeypatch.setattr(block, "CPU_CHUNK_BYTES", 1)
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     family, options = LONG[name]
-    both_kinds = {} if family == "qwen3" else {"full_attention_interval": 2}
-    model = tiny_model(family, **SIZES | {"num_hidden_layers": 2} | both_kinds)
+    model = tiny_model(family, **SIZES | {"num_hidden_layers": 2, "full_attention_interval": 2})
     config = TrainConfig(num_layers=-1, **options)
     prepare(model, config)
     few, layout = few_layers(model, Checkpoints(range(2) if config.grad_checkpoint else ())), ArrayLayout.measured()

@@ -11,11 +11,10 @@ from deltatune.machine import backend
 from deltatune.options.config import TrainConfig
 from deltatune.plan import device_limits as device_limits_module
 from deltatune.plan import fit, primitives, screen, search
-from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.array_layout import ArrayLayout, LayoutError
 from deltatune.plan.device_limits import DeviceLimits, device_limits
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.graph import Node
-from deltatune.plan.process_memory import LayoutError
 from deltatune.plan.search import Largest
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare, ready

@@ -30,8 +30,10 @@ from deltatune.train import Trainer
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare, ready, training
-from mtp_heads import with_head
 from transformers_saves import write_as_transformers
+
+pytest.importorskip("mlx_vlm", minversion="0.7.10")
+from mtp_heads import with_head
 
 
 @pytest.fixture(scope="session")
@@ -228,7 +230,7 @@ def test_the_plan_holds_the_head(headed):
 
 
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
-    values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "save_every": 4}
+    values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "val_batches": 0}
     values |= {"lora_parameters": {"rank": 2, "scale": 10.0}, "lr_schedule": "constant", "learning_rate": 0.05}
     done = launch(values | {"adapter_path": str(tmp_path / "two")})
     assert done.returncode == 0, done.stderr
@@ -366,7 +368,11 @@ def test_what_the_head_needs(headed, monkeypatch):
         mtp.two_ahead(model)
     monkeypatch.undo()
     monkeypatch.setattr(mtp.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="mlx-vlm's, which is missing"):
+    with pytest.raises(UserError, match=r"mlx-vlm 0\.7\.10 or later, and none is installed"):
+        mtp.add_head(model, headed)
+    monkeypatch.undo()
+    monkeypatch.setattr(mtp.importlib.metadata, "version", lambda _: "0.7.9")
+    with pytest.raises(UserError, match=r"and 0\.7\.9 is installed: pip install 'mlx-vlm>=0\.7\.10'"):
         mtp.add_head(model, headed)
 
 

@@ -43,6 +43,17 @@ class Example:
         return len(self.tokens) - 1
 
     @property
+    def prompt(self) -> Example:
+        """The tokens before the last answer, which is the last run of targets; the first token of a plain text."""
+        begins = np.flatnonzero(self.targets[1:] & ~self.targets[:-1])[-1] + 1
+        return Example(self.tokens[:begins], np.zeros(begins, bool), self.source)
+
+    def answered(self, answer: np.ndarray) -> Example:
+        """Return this prompt with an answer, int32 [M], which alone counts in the loss."""
+        tokens = np.concatenate([self.tokens, answer])
+        return Example(tokens, np.arange(len(tokens)) >= len(self.tokens), self.source)
+
+    @property
     def beside(self) -> bytes:
         """The content of the example beside its tokens and pictures, which a prompt for rewards has."""
         return b""

@@ -21,8 +21,7 @@ from ..machine import packages
 from ..ops import operators
 from ..patches import PATCHES, patched
 from ..patches.verify import serving
-from ..plan.array_layout import ArrayLayout
-from ..plan.process_memory import LayoutError
+from ..plan.array_layout import ArrayLayout, LayoutError
 from ..upstream import Probed, probed
 from . import implementations, inventory, probes
 from .custom_kernels import ReachedKernel, sweep, without_gradient

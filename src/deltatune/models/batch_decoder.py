@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm import batch_generate
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
@@ -27,6 +26,7 @@ from ..machine import backend, host_memory
 from ..machine.compiling import without_kernels
 from ..machine.numpy_arrays import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
+from ..ops.functional import arrays_of
 from ..ops.operator.measure import relative_norm
 from ..ops.tracing import trace
 from ..ops.tracing.trace import Factors
@@ -390,7 +390,7 @@ def _step_of(model: nn.Module, kinds: Sequence[type], trains: bool) -> tuple[Ste
     ) -> tuple[Any, list[mx.array], mx.array]:
         factors = Factors()
         logits, caches = forward(trained, factors, tokens, arrays, offset)
-        weights = [weight for _, weight in tree_flatten(trained)]
+        weights = list(arrays_of(trained).values())
         outputs = [logits, *(array for cache in caches for array in cache.handed)]
         are_read = _are_read(outputs, [*weights, *factors.handed])
         read[:] = [number for number, is_read in enumerate(are_read[len(weights) :]) if is_read]

@@ -61,8 +61,10 @@ def _responses(loaded: Loaded, prompt: Sequence[int], max_tokens: int) -> Genera
         if count == 1:
             speed = len(prompt) / (time.perf_counter() - start)
             start = time.perf_counter()
-        ended = "stop" if token in ends else "length" if count == max_tokens else None
-        if ended != "stop":
+        ended = "length" if count == max_tokens else None
+        if token in ends:
+            ended = "stop"
+        else:
             detokenizer.add_token(token)
         if ended is not None:
             detokenizer.finalize()

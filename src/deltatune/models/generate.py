@@ -184,8 +184,9 @@ def cache_bytes(model: nn.Module) -> CacheBytes:
     def after(tokens: int) -> int:
         return sum(array.nbytes for array in next(begun(model, tokens + 1)))
 
-    one, two = after(1), after(2)
-    return CacheBytes(2 * one - two, two - one)
+    # mlx-lm's caches have room for whole steps of tokens.
+    one, two = after(KVCache.step), after(2 * KVCache.step)
+    return CacheBytes(2 * one - two, (two - one) // KVCache.step)
 
 
 def _roomy(tokens: int) -> int:

@@ -6,6 +6,7 @@ head becomes a child of the model, so that adapters, saves, plans and digests tr
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from packaging.version import Version
 
 from ..errors import UserError, reason
 from ..json_files import read_json
@@ -25,6 +27,8 @@ from .vocabulary import token_tables
 
 # The families of models whose heads were trained in tests.
 _FAMILIES = ("qwen3_5", "qwen3_5_moe")
+# The first mlx-vlm that loads a head beside its model.
+_SINCE = "0.7.10"
 
 
 class _Stored(NamedTuple):
@@ -97,8 +101,12 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
 
 
 def _stored(path: Path) -> _Stored:
-    if importlib.util.find_spec("mlx_vlm") is None:
-        raise UserError("mtp: the head's modules are mlx-vlm's, which is missing: pip install 'deltatune[vision]'.")
+    installed = importlib.metadata.version("mlx-vlm") if importlib.util.find_spec("mlx_vlm") else None
+    if installed is None or Version(installed) < Version(_SINCE):
+        raise UserError(
+            f"mtp: the head's modules are those of mlx-vlm {_SINCE} or later, and {installed or 'none'} is installed: "
+            f"pip install 'mlx-vlm>={_SINCE}'."
+        )
     from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
 
     config = with_known_type(completed(read_json(path / "config.json")))

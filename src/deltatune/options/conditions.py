@@ -39,15 +39,20 @@ TRAINING: Conditions = {
     "train": ("as true: this command always trains, and deltatune eval tests a model", lambda c, f: c.train),
     "loss_variant": ("with loss: dpo, cpo or grpo", lambda c, f: c.loss in ("dpo", "cpo", "grpo")),
     "beta": ("with another loss than sft, such as loss: dpo", lambda c, f: c.loss != "sft"),
-    "teacher": ("with loss: distill", lambda c, f: c.loss == "distill"),
+    "teacher lmbda": ("with loss: distill", lambda c, f: c.loss == "distill"),
     "temperature": ("with loss: grpo or distill", lambda c, f: c.loss in ("grpo", "distill")),
-    "memory": ("without loss: distill", lambda c, f: c.loss != "distill"),
-    "num_generations max_completion_length top_p top_k min_p epsilon epsilon_high num_iterations "
-    "mask_truncated_completions sampler_correction": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
+    "memory": (
+        "without loss: distill or grpo, since each sampled token would read the layers on the disk; take a model in 4 "
+        "bits or less, a smaller batch_size or num_generations",
+        lambda c, f: c.loss not in ("distill", "grpo")),
+    "max_completion_length top_p top_k min_p": (
+        "with loss: grpo, or loss: distill and lmbda above 0", lambda c, f: c.samples_answers),
+    "num_generations epsilon epsilon_high num_iterations mask_truncated_completions sampler_correction": (
+        "with loss: grpo", lambda c, f: c.loss == "grpo"),
     "scale_rewards": (
         "with loss: grpo, and not with loss_variant: rloo",
         lambda c, f: c.loss == "grpo" and c.loss_variant != "rloo"),
-    "memory mask_prompt chat_turns": (
+    "mask_prompt chat_turns": (
         "without loss: grpo, which samples its answers and measures them by their rewards",
         lambda c, f: c.loss != "grpo"),
     "mtp": (

@@ -157,6 +157,11 @@ class TrainConfig:
         range=NOT_NEGATIVE,
     )
     teacher: str | None = _loss(None, "the teacher of distill: folder or name of a model with the same vocabulary")
+    lmbda: float = _loss(
+        0.5,
+        "share of updates in which distill learns from answers that the model samples, in the place of the data's",
+        range=Range(least=0, most=1),
+    )
     gamma: float = _loss(0.5, "margin by which simpo wants the chosen answer's reward to be larger", range=NOT_NEGATIVE)
     label_smoothing: float = _loss(
         0.0, "share of pairs assumed to be labelled wrongly (dpo, simpo, cpo)", range=Range(least=0, below=0.5)
@@ -166,7 +171,9 @@ class TrainConfig:
     )
     max_completion_length: int = _rollouts(512, "largest number of tokens in a sampled answer", range=COUNT)
     temperature: float = _rollouts(
-        1.0, "temperature of the sampled policy, which the loss has too; with distill, of both models", range=POSITIVE
+        1.0,
+        "temperature of the sampled answers, which the loss has too; with distill, of both models",
+        range=POSITIVE,
     )
     top_p: float = _rollouts(
         1.0, "sample from the likeliest tokens with this sum of probabilities alone", range=Range(above=0, most=1)
@@ -494,6 +501,11 @@ class TrainConfig:
     def has_preferences(self) -> bool:
         """Whether the loss learns from answers that the data judge."""
         return self.loss not in ("sft", "grpo", "distill")
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether the model samples answers that it learns from."""
+        return self.loss == "grpo" or (self.loss == "distill" and self.lmbda > 0)
 
     @property
     def packs_data(self) -> bool:

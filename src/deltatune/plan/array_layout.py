@@ -2,26 +2,88 @@
 
 MLX's Python interface does not lead from an array to its inputs: `mx.export_to_dot` gives names without shapes, and
 `mx.export_function` refuses custom functions. The description itself (mlx/array.h, `ArrayDesc`) is in memory, so it is
-read there. Its offsets differ between MLX builds. They are therefore measured on the loaded MLX with arrays of known
-contents, and LayoutError is raised where that fails.
+read there; a wrong address raises an exception in place of a crash. Its offsets differ between MLX builds. They are
+therefore measured on the loaded MLX with arrays of known contents, and LayoutError is raised where that fails.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import struct
+import sys
+import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-
-from .process_memory import LayoutError, Read, UnreadableError, reader, words
 
 # mlx/array.h: shape (SmallVector<int, 10>) and strides (SmallVector<int64_t, 10>) come first, then size and dtype.
 _SHAPE, _STRIDES, _ITEM_SIZE = 8, 80, 196
 _SEARCHED = 376
 # mlx/primitives.h: a primitive starts with its vtable and its stream (20 bytes); members of its own class follow.
 STATE = 24
+
+Read = Callable[[int, int], bytes]
+
+
+class LayoutError(Exception):
+    """The loaded MLX stores its arrays in a way that deltatune does not know."""
+
+
+class UnreadableError(LayoutError):
+    """The address is not mapped, or this system has no way to read it safely."""
+
+
+def reader() -> Read:
+    """A function (address, size) -> bytes, which raises UnreadableError where nothing is mapped."""
+    if sys.platform == "linux":
+        return _linux()
+    if sys.platform == "darwin":
+        return _darwin()
+    raise UnreadableError(f"no safe way to read memory is known on {sys.platform}")
+
+
+def _linux() -> Read:
+    try:
+        file = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnreadableError(f"/proc/self/mem cannot be opened: {error.strerror}") from error
+
+    def read(address: int, size: int) -> bytes:
+        try:
+            content = os.pread(file, size, address)
+        except (OSError, OverflowError) as error:
+            raise UnreadableError(f"nothing at {address:#x}") from error
+        if len(content) != size:
+            raise UnreadableError(f"nothing at {address:#x}")
+        return content
+
+    weakref.finalize(read, os.close, file)
+    return read
+
+
+def _darwin() -> Read:
+    # mach/mach_vm.h: kern_return_t mach_vm_read_overwrite(task, address, size, data, out size).
+    system = ctypes.CDLL("/usr/lib/libSystem.B.dylib")
+    task = ctypes.c_uint.in_dll(system, "mach_task_self_").value
+    call = system.mach_vm_read_overwrite
+    call.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+
+    def read(address: int, size: int) -> bytes:
+        content, done = ctypes.create_string_buffer(size), ctypes.c_uint64(0)
+        if call(task, address, size, ctypes.addressof(content), ctypes.addressof(done)) or done.value != size:
+            raise UnreadableError(f"nothing at {address:#x}")
+        return content.raw
+
+    return read
+
+
+def words(data: bytes) -> tuple[int, ...]:
+    """`data` as unsigned integers of 8 bytes."""
+    return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
 class Description(NamedTuple):

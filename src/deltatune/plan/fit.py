@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
 
-from ..data import Splits
+from ..data import BatchOrder, Splits
+from ..data.batches.stream_order import StreamOrder
 from ..data.preferences.preference import SLOTS
 from ..data.vision.media import largest_batch
 from ..errors import UserError
@@ -26,12 +28,11 @@ from ..train.setup import Run, load_model, prepare, ready
 from ..train.tree import leaves
 from . import screen
 from .advice import advice
-from .array_layout import ArrayLayout
+from .array_layout import ArrayLayout, LayoutError
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import Brake, DeviceLimits, device_limits
 from .forecast import Forecast, Moment, Steps
 from .layers_on_disk import left_on_disk
-from .process_memory import LayoutError
 from .sampled_answers import with_sampling
 from .search import Largest, RunForecast, fits, largest
 from .traced_layers import InputsPlace
@@ -87,7 +88,13 @@ class Planner:
             steps = Steps(model, config, self.layout)
             self._steps.append(steps)
         forecast = steps.forecast(batch, checkpoints, layer_inputs=layer_inputs, brake=self.brake)
-        return with_sampling(forecast, model, config)
+        return with_sampling(forecast, model, config, self._packed)
+
+    @cached_property
+    def _packed(self) -> BatchOrder | StreamOrder | None:
+        """The batches of the data, where they hold several prompts in a row."""
+        config = self.run.config
+        return self.run.training_order() if config.samples_answers and config.packs_data else None
 
     @property
     def every_layer(self) -> Checkpoints:

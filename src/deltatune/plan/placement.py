@@ -34,12 +34,11 @@ from ..train.setup import Run
 from ..train.tree import array_places, leaves
 from . import arithmetic
 from .advice import advice
-from .array_layout import ArrayLayout
+from .array_layout import ArrayLayout, LayoutError
 from .device_limits import Brake, brake, device_limits
 from .fit import Planner, shape
 from .forecast import Forecast
 from .layers_on_disk import held, left_on_disk
-from .process_memory import LayoutError
 from .screen import size, size_above
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import mlx.nn as nn
 
+from ..data.batches.order import BatchOrder
+from ..data.batches.stream_order import StreamOrder
 from ..machine.compiling import without_kernels
 from ..models.batch_decoder import ROWS, has_row_caches
 from ..models.generate import begun, cache_bytes
@@ -14,15 +16,18 @@ from ..patches import patched
 from ..train.evaluation.evaluate import inferring
 from .forecast import Forecast, Moment
 
-# The memory of a step of decoding, in caches of all rows: those before it, the new ones, and copies for attention
-# where no kernel serves it.
-_CACHES = 4
+# The memory of decoding, in states of all rows: those before a step, the new ones, and copies where no kernel serves.
+_STATES = 4
+# The same in keys and values of all rows: a step writes into them; while prompts are read, a copy stands beside them.
+_KEYS = 2
 # How many arrays of fp32 logits are alive while a token is sampled: those of the model and of the policy, their
 # exponentials, and two more where they are sorted for top_p.
 _LOGITS = 6
 
 
-def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> Forecast:
+def with_sampling(
+    forecast: Forecast, model: nn.Module, config: TrainConfig, packed: BatchOrder | StreamOrder | None = None
+) -> Forecast:
     """Return the forecast of a run's largest moment, which may be the sampling of its answers before a step.
 
     It is an estimate from above: the caches of all rows at full length, with the copies of a step.
@@ -31,14 +36,18 @@ def with_sampling(forecast: Forecast, model: nn.Module, config: TrainConfig) -> 
         forecast: The forecast of the step.
         model: The model, with its adapters.
         config: The options of the run.
+        packed: The batches of the data, where several prompts stand in a row of them.
     """
-    if config.loss != "grpo" or not has_row_caches(model):
+    if not config.samples_answers or not has_row_caches(model):
         return forecast
-    rows = min(ROWS, forecast.rows * config.grad_accumulation_steps)
+    rows, length = forecast.rows * config.grad_accumulation_steps, forecast.length
+    if packed is not None:
+        rows, length = rows * packed.slots, packed.longest
+    rows = min(ROWS, rows)
     with without_kernels(), patched(), inferring(model):
         caches = cache_bytes(model)
         logits = list(begun(model, 2))[-1][-1]
-    of_row = _CACHES * (caches.fixed + caches.token * (forecast.length + 2)) + _LOGITS * 4 * logits.shape[-1]
+    of_row = _STATES * caches.fixed + _KEYS * caches.token * (length + 2) + _LOGITS * 4 * logits.shape[-1]
     amount = forecast.sizes["parameters"] + forecast.sizes["moments"] + rows * of_row
     if amount <= forecast.bytes.amount:
         return forecast

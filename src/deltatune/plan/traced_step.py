@@ -109,10 +109,13 @@ def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> B
 
 def blank_rollouts(rows: int, length: int, config: TrainConfig) -> RolloutBatch:
     """The arrays of sampled answers in a batch of this shape, of arbitrary content."""
+    figures = np.ones((2, 1), np.float32)
+    if config.loss == "distill":
+        return RolloutBatch(figures)
     ones = np.ones((rows, length), np.float32)
     old = ones if needs_old(config) else None
     reference = ones if config.beta else None
-    return RolloutBatch(ones, ones, ones[0, 0], np.ones((2, 1), np.float32), old, reference)
+    return RolloutBatch(figures, ones, ones, ones[0, 0], old, reference)
 
 
 class _Start(NamedTuple):
@@ -187,7 +190,7 @@ def trace_step(
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         existing_arrays, shared_buffers = start.arrays, start.shared_buffers
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
-        if config.loss == "grpo":
+        if config.samples_answers:
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         with trace.having(shortened=shortened):

@@ -162,13 +162,9 @@ class Iterations:
                 rate = self.state.step.optimizer.learning_rate.item()
                 record = self.parts.reporting.training(progress, rate, self._figures)
                 self._call(self.parts.callbacks.on_report, record)
-                self._show_rollouts()
-
-    def _show_rollouts(self) -> None:
-        """Report some of the answers that the last update learnt from, on rank 0."""
-        order = self.state.order
-        if self.parts.world.main and isinstance(order, RolloutOrder) and (answers := order.samples()):
-            self.parts.reporting.samples(self.progress, answers)
+                # Some of the answers that the last update learnt from.
+                if self.parts.world.main and (answers := self.state.order.samples()):
+                    self.parts.reporting.samples(self.progress, answers)
 
     def _save_is_due(self) -> bool:
         at = self.progress.iteration

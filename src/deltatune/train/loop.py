@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..data import BatchOrder, Splits
+from ..data import Splits
 from ..data.batches.order import PeekableOrder
 from ..data.chats.answer_ends import ending_answers
 from ..data.example import Example
@@ -51,15 +51,14 @@ from .reports.announce import trainable_count
 from .reports.reporting import Reporting
 from .reports.screen import Fact, Screen
 from .rollouts.answer_sampler import check_covered
-from .rollouts.rollout_order import RolloutOrder
-from .rollouts.sampled_run import rollout_order, say_reward
+from .rollouts.sampled_run import sampled_order, say_reward
 from .saved import content, state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
 from .saving import Saving, agree_on_choices, kept_choices
 from .setup import Run, Training, batch_order, build_step, settled, training, training_order
 from .step import StepMachine
-from .training_state import TrainingState
+from .training_state import TrainingOrder, TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
 
@@ -229,14 +228,13 @@ class Trainer:
             layers = by_layers(model, config, trained, parts.weights, ending.between_layers, feature_bytes)
             trained = stack.enter_context(layers)
             order = self._order(trained, ending)
-            if isinstance(order, RolloutOrder):
-                trained = dataclasses.replace(trained, figures=trained.figures + order.figures)
+            trained = dataclasses.replace(trained, figures=trained.figures + order.figures)
             self._announce(trained, chosen)
             model.train()
             stack.enter_context(_wired())
             freed_memory = FreedMemory(config.clear_cache_threshold, self._bounds.memory_limit)
-            # A step by layers is computed when it returns, so that an early start gains nothing.
-            early = whole and self._rewards is None and starts_early(model, config, parts.world)
+            # A step by layers is computed when it returns, and batches of sampled answers depend on the update before.
+            early = whole and not config.samples_answers and starts_early(model, config, parts.world)
             launcher = stack.enter_context(Launcher()) if early else None
             kind = step_of(trained.passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
@@ -263,13 +261,12 @@ class Trainer:
             parts.reporting.write(progress, ended, running=False, result=result)
         return result
 
-    def _order(self, trained: Training, ending: Ending) -> PeekableOrder | RolloutOrder:
-        prompts = self._train_order
-        if self._rewards is None or not isinstance(prompts, BatchOrder):
-            return PeekableOrder(prompts)
-        assert trained.token_losses is not None
-        loaded, rewards, world = self._answering, self._rewards, self.parts.world
-        return rollout_order(loaded, self.config, prompts, trained.token_losses, rewards, ending, world)
+    def _order(self, trained: Training, ending: Ending) -> TrainingOrder:
+        data, config = self._train_order, self.config
+        if not config.samples_answers:
+            return PeekableOrder(data)
+        losses = trained.token_losses
+        return sampled_order(self._answering, config, data, losses, self._rewards, ending, self.parts.world)
 
     @property
     def _answering(self) -> Loaded:
@@ -350,8 +347,8 @@ def _check(
             f"loss: {config.loss} does not learn from these examples; load them with load_datasets(config, tokenizer) "
             "and the same config."
         )
-    if config.loss == "grpo":
-        check_covered(model)
+    if config.samples_answers:
+        check_covered(model, config)
     refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=has_vision(model)))
     check_trainable(model, config)
     if not trainable_count(model):

@@ -16,6 +16,7 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import BatchOrder, Splits
+from ..data.batches.order import AnsweredOrder
 from ..data.batches.packing import row_capacity
 from ..data.batches.stream_order import StreamedSplits, StreamOrder
 from ..data.datasets import first_image, load_datasets
@@ -222,15 +223,13 @@ def _unfreeze_beside_layers(model: nn.Module) -> None:
 
 def batch_order(examples: Sequence[Example], config: TrainConfig, world: World | None = None) -> BatchOrder:
     """Return the batches of `examples` as `config` says: this rank's rows, or all rows if `world` is None."""
-    return BatchOrder(
-        examples,
-        config.batch_size,
-        row_capacity(config),
-        seed=config.seed,
-        packed=config.packs_data,
-        rank=world.rank if world else 0,
-        world=world.size if world else 1,
-    )
+    of_order: tuple[Any, ...] = (examples, config.batch_size, row_capacity(config))
+    more: dict[str, Any] = {"seed": config.seed, "packed": config.packs_data}
+    if world is not None:
+        more |= {"rank": world.rank, "world": world.size}
+    if config.loss == "distill" and config.lmbda:
+        return AnsweredOrder(*of_order, answer=config.max_completion_length, **more)
+    return BatchOrder(*of_order, **more)
 
 
 def training_order(

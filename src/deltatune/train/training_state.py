@@ -24,6 +24,13 @@ _ORDER = "order/"
 class TrainingOrder(Protocol):
     """An endless iterator of training batches, with its place in the data."""
 
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of the figures beside a batch."""
+
+    def samples(self) -> list[dict[str, str]]:
+        """Return some of the answers that the model sampled for the last batches, where it samples any."""
+
     def __next__(self) -> Batch:
         """Return the next batch."""
 

@@ -172,6 +172,13 @@ def test_damaged_files_are_called_damaged(tmp_path, tokenizer, folder, capfd):
         hugging_face(str(tmp_path / "saved"))
 
 
+def test_a_log_has_no_progress_bars_of_the_library(tmp_path, capfd):
+    (tmp_path / "faq.csv").write_text("prompt,completion\nwhen,at 9\n")
+    assert list(hugging_face(str(tmp_path / "faq.csv"))) == ["train"]
+    assert "examples" not in capfd.readouterr().err
+    assert not datasets.are_progress_bars_disabled()
+
+
 FORMATS = ("csv", "json", "parquet", "text", "imagefolder", "pandas")
 
 

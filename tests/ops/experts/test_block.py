@@ -61,6 +61,17 @@ def test_values_and_gradients_against_float64(case):
     assert_exact(found, reference)
 
 
+@pytest.mark.parametrize(("device", "gigabytes", "chunks"), [("metal", 16, 3), ("metal", 48, 1), ("cuda", 48, 3)])
+def test_a_mac_with_memory_reads_all_experts_once(device, gigabytes, chunks, monkeypatch):
+    """As many experts and tokens as 35B-A3B has in a row of 2,048, in eighths of its sizes."""
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(backend, "gpu_memory", lambda: gigabytes * 2**27)
+    monkeypatch.setattr(block_module, "GPU_CHUNK_BYTES", 2**25)
+    monkeypatch.setattr(block_module, "ROWS_PER_EXPERT", {"metal": 4, "cuda": 4})
+    up, down = (Projection(mx.zeros((256, *shape))) for shape in ((64, 256), (256, 64)))
+    assert block_module._layout([up, down], 2048, 8).chunks == chunks
+
+
 @pytest.mark.usefixtures("form")
 def test_the_gradients_of_the_activation_in_one_pass(monkeypatch):
     """The pass is computed by MLX's operations here."""

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -360,6 +361,14 @@ def plant(text: str, old: str, new: str) -> str:
     """Return `text` with a defect: `new` in place of `old`."""
     assert old in text, "the text has changed: plant this defect elsewhere"
     return text.replace(old, new)
+
+
+def some_daily(defects: Iterable[Any]) -> list[Any]:
+    """Return planted defects for parametrize(); one of four stays daily, since each takes a kernel's compilation."""
+    import pytest
+
+    values = [defect if isinstance(defect, tuple) else (defect,) for defect in defects]
+    return [pytest.param(*each, marks=[pytest.mark.weekly] * (at % 4 > 0)) for at, each in enumerate(values)]
 
 
 def shows(wrong: Callable[[], bool], fault: str = "") -> bool:

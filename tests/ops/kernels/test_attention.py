@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from planted_defects import some_daily
+from host_machine import plant, some_daily
 
 from beside import load
 from deltatune.ops.attention import hopper
@@ -170,23 +170,17 @@ HOPPER_DEFECTS = {
 PLANTED = [*product([False], DEFECTS), *product([True], HOPPER_DEFECTS)]
 
 
-@pytest.fixture
-def planted(host_module):
-    """planted(hopper, name) returns a text with a defect."""
-
-    def text(hopper, name):
-        return host_module.plant(*(HOPPER, *HOPPER_DEFECTS[name]) if hopper else (TEXT, *DEFECTS[name]))
-
-    return text
+def planted(hopper, name):
+    """Return a text with a defect."""
+    return plant(*(HOPPER, *HOPPER_DEFECTS[name]) if hopper else (TEXT, *DEFECTS[name]))
 
 
-@pytest.mark.parametrize(("hopper", "name"), PLANTED)
-def test_a_planted_defect_has_its_place(hopper, name, planted):
-    planted(hopper, name)
+def test_planted_defects_have_their_places():
+    assert all(planted(*defect) for defect in PLANTED)
 
 
 @pytest.mark.parametrize(("hopper", "name"), some_daily(PLANTED))
-def test_a_planted_defect_shows(hopper, name, run, make, oracle, host_module, planted):
+def test_a_planted_defect_shows(hopper, name, run, make, oracle, host_module):
     machine = make(planted(hopper, name), hopper=hopper)
     sizes = {"queries": 140, "heads": (1, 1), "size": 72} if hopper else {"queries": 70, "heads": (2, 1), "size": 24}
     dtype, bound = (mx.bfloat16, HALF * half_norm("bfloat16")) if hopper else (mx.float32, NORMAL)

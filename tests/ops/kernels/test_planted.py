@@ -6,6 +6,7 @@ import re
 
 import mlx.core as mx
 import pytest
+from host_machine import some_daily
 
 from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.tolerances import FUSED_STATE_NORM, OVERSHOOTING, fused_bf16_norm, fused_bound
@@ -102,7 +103,7 @@ def test_a_barrier_that_half_the_lanes_reach(kernel, planted, host_module):
         planted(kernel, at_first_barrier(kernel, "if (at.lane < 16) barrier();"))
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", some_daily(DEFECTS))
 def test_fails_or_is_refused(name, planted, host_module):
     kernel, *defect = DEFECTS[name]
     text = host_module.plant(header("metal", FILES), *defect)
@@ -118,7 +119,12 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("name", TAILS)
+def test_planted_defects_have_their_places(host_module):
+    changes = [*(defect for _, *defect in DEFECTS.values()), *TAILS.values()]
+    assert all(host_module.plant(header("metal", FILES), *change) for change in changes)
+
+
+@pytest.mark.parametrize("name", some_daily(TAILS))
 def test_defect_that_only_the_gradient_of_the_gates_shows(name, host_module, host_folder, on_host, norms, table):
     old, new = TAILS[name]
     wrong = host_module.HostMachine(host_folder, host_module.plant(header("metal", FILES), old, new))

@@ -6,7 +6,7 @@ import pytest
 
 from deltatune.errors import UserError
 from deltatune.machine import backend
-from deltatune.ops.operators import ATTENTION, GATED_DELTA
+from deltatune.ops.operators import GATED_DELTA
 
 
 def test_automatic_choice(monkeypatch):
@@ -43,8 +43,7 @@ def test_an_nvidia_gpu_older_than_hopper_gets_chunk(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(backend.nvidia, "generation", lambda: 89)
     needs = "the fused kernels need an NVIDIA GPU of compute capability 9.0 or more, and this one has 8.9"
-    assert GATED_DELTA.order() == (("chunk_bf16", "chunk"), f"automatic on cuda: {needs}")
-    assert ATTENTION.order() == (("blocked",), f"automatic on cuda: {needs}")
+    assert GATED_DELTA.order() == (("chunk",), f"automatic on cuda: {needs}")
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "fused")
     with pytest.raises(UserError, match=f"GATED_DELTA=fused: {needs}; unset it"):
         GATED_DELTA.order()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 
 from deltatune.models.load import load_model
 from deltatune.models.mtp import add_head
@@ -88,8 +89,9 @@ def run(
 
     The losses are those that the gradients are of. once_patched: called when the patches are in force.
     """
+    pytest.importorskip("mlx_vlm", minversion="0.7.10")
     family = case.model.family
-    model = from_save(*family.readable(config, weights), with_head)
+    model = from_save(config, weights, with_head)
 
     def mlx_path(path: str) -> str:
         return path if path.startswith("mtp.") else family.mlx_path(path)

@@ -50,11 +50,7 @@ class Start:
 def export(case: ParityCase, config: Config, weights: Weights, folder: Path) -> Start:
     """Write the checkpoint, draw an adapter for it, and export that."""
     start = Start(folder / "checkpoint", folder / "adapter", folder / "exported", {})
-    start.checkpoint.mkdir()
-    (start.checkpoint / "config.json").write_text(json.dumps(config))
-    arrays = {name: mx.array(value) for name, value in weights.items()}
-    mx.save_safetensors(str(start.checkpoint / "model.safetensors"), arrays, {"format": "pt"})
-    model, _ = load_model(start.checkpoint)
+    model, _ = load_model(ours.write_save(start.checkpoint, config, weights))
     experts = any("switch_mlp" in path for path, _ in model.named_modules())
     convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE, exclude=_JOINED if experts else []))
     draw = partial(_drawn, _DRAWS.get(case.family.model_type.removesuffix("_text"), 0))

@@ -71,22 +71,17 @@ def _scale_gradient(value: mx.array, factor: float) -> mx.array:
     return factor * value + mx.stop_gradient(value - factor * value)
 
 
-def _operator(change: Callable[..., tuple[Any, ...]]) -> Plant:
-    """Replace the operator's (q, k, v, log_g, beta) by `change` of them."""
+def _changed(module: Any, operator: Callable[..., Any], change: Callable[..., tuple[Any, ...]]) -> Plant:
+    """Replace the arrays of an operator that `module` calls, q, k, v, log_g and more, by `change` of them."""
 
     def faulty(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
-        return _gated_delta(*change(*arrays), **options)
+        return operator(*change(*arrays), **options)
 
-    return lambda monkeypatch: monkeypatch.setattr(recurrence, "gated_delta", faulty)
+    return lambda monkeypatch: monkeypatch.setattr(module, operator.__name__, faulty)
 
 
-def _linear_attention(change: Callable[..., tuple[Any, ...]]) -> Plant:
-    """Replace the (q, k, v, log_g) of linear attention by `change` of them."""
-
-    def faulty(*arrays: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
-        return linear_attention(*change(*arrays), **options)
-
-    return lambda monkeypatch: monkeypatch.setattr(state_space, "linear_attention", faulty)
+_operator = partial(_changed, recurrence, _gated_delta)
+_linear_attention = partial(_changed, state_space, linear_attention)
 
 
 def _cut_after(limit: int) -> Plant:

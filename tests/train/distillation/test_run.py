@@ -35,7 +35,7 @@ def distilling(make_trainer, teacher):
     """distilling(**changes) -> a Trainer that learns from the teacher."""
 
     def make(**changes):
-        return make_trainer(**{"loss": "distill", "teacher": str(teacher)} | changes)
+        return make_trainer(**{"loss": "distill", "teacher": str(teacher), "lmbda": 0.0} | changes)
 
     return make
 
@@ -113,7 +113,7 @@ def test_the_routers_of_the_teacher_are_not_the_models(make_trainer, tiny_checkp
     student = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
     teacher = tiny_checkpoint("qwen3_5_moe", seed=5, num_hidden_layers=2, full_attention_interval=2)
     reported = []
-    for loss in ({}, {"loss": "distill", "teacher": str(teacher)}):
+    for loss in ({}, {"loss": "distill", "teacher": str(teacher), "lmbda": 0.0}):
         changes = {"router_aux_loss_coef": 0.1, "iters": 2, "steps_per_report": 1, "overwrite": True}
         make_trainer(model=str(student), **changes, **loss).run()
         reported.append(next(record for record in read_metrics(tmp_path / "out") if "aux_loss" in record))

@@ -14,7 +14,7 @@ from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
 from deltatune.train import StoppedError
-from deltatune.train.evaluation.samples import Samples
+from deltatune.train.evaluation.samples import Samples, written
 from deltatune.train.progress import Progress
 from deltatune.train.reports.log import is_right
 from deltatune.train.reports.report import Pictured, render, sample_tables
@@ -140,6 +140,12 @@ def test_the_answer_of_a_row_is_expected_as_training_teaches_it(with_tools, tmp_
     assert [prompt.expected for prompt in prompts] == ["so", "at 9", call, None]
     assert "# Tools" in tokenizer.decode(prompts[2].tokens)
     assert all("# Tools" not in tokenizer.decode(prompt.tokens) for prompt in (*prompts[:2], prompts[3]))
+
+
+@pytest.mark.parametrize("arguments", [{"day": "Monday"}, '{"day": "Monday"}'])
+def test_a_call_is_shown_as_its_function_and_arguments(arguments):
+    call = {"type": "function", "function": {"name": "open", "arguments": arguments}}
+    assert written([{"role": "assistant", "content": "", "tool_calls": [call]}]) == 'open {"day": "Monday"}'
 
 
 def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_text):

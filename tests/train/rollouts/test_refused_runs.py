@@ -110,7 +110,7 @@ def test_a_model_that_the_engine_does_not_cover_is_named(other_model):
     with pytest.raises(
         UserError, match=r"mlx_lm.models.recurrent_gemma.Model cannot yet: .* without windows or latent"
     ):
-        check_covered(other_model("recurrent_gemma"))
+        check_covered(other_model("recurrent_gemma"), TrainConfig(loss="grpo"))
 
 
 @pytest.mark.bad_input("`eval` of a file with `loss: grpo`")

@@ -33,6 +33,7 @@ KINDS = {
         "temperature": 0.8,
         "reward_funcs": ["regex:[a-m]$", "length:4"],
     },
+    "student's answers": {"loss": "distill", "lmbda": 0.5, "max_completion_length": 12, "grad_accumulation_steps": 2},
     "images": {"parts": "language,vision,projector"},
 }
 # Where a kill may come: after a number of iterations, halfway through a state file, or right after a file operation.
@@ -70,6 +71,9 @@ def of_kind(options, request, tmp_path):
         if kind == "experts":
             make_checkpoint = request.getfixturevalue("tiny_checkpoint")
             values["model"] = str(make_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2))
+        if kind == "student's answers":
+            make_checkpoint = request.getfixturevalue("tiny_checkpoint")
+            values["teacher"] = str(make_checkpoint("qwen3_5", seed=5))
         if kind == "images":
             pytest.importorskip("mlx_vlm")
             values["model"] = str(request.getfixturevalue("tiny_vision_checkpoint")("qwen3_5"))

@@ -27,20 +27,22 @@ COARSE_SHAPES = 8
 class RolloutBatch:
     """The sampled answers of a batch of B rows of T positions. Numbers of other positions are 0.
 
+    Distillation reads the figures alone.
+
     Args:
+        figures: float32 [2, F], sums of figures, and of how many numbers each is the sum.
         advantages: float32 [B, T], the advantage of the answer that each target is part of.
         sampled: float32 [B, T], the log-probability of each target when it was sampled.
         total: float32 [], the number by which the batch's sum of losses is divided; it counts dropped answers, too.
-        figures: float32 [2, F], sums of figures, and of how many numbers each is the sum.
         old: float32 [B, T], the log-probability of each target in training before the first update; None for that of
             the present forward pass.
         reference: float32 [B, T], the log-probability under the reference model; None without one.
     """
 
-    advantages: np.ndarray
-    sampled: np.ndarray
-    total: np.ndarray
     figures: np.ndarray
+    advantages: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    total: np.ndarray | None = None
     old: np.ndarray | None = None
     reference: np.ndarray | None = None
 
@@ -68,7 +70,7 @@ class Batch:
         positions: For each row, the number of positions of each of its documents.
         images: The inputs of the vision tower, or None for a model without one.
         preferences: Which documents are the answers of one preference, or None where each is learnt by itself.
-        rollouts: The advantages and log-probabilities of sampled answers; None for documents of the data.
+        rollouts: The numbers beside sampled answers; None where a run samples none.
     """
 
     inputs: np.ndarray

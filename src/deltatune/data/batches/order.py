@@ -41,6 +41,9 @@ class BatchOrder:
         rank: The number of this process, from 0.
         world: The number of processes.
 
+    Attributes:
+        slots: The most documents, or preferences, of a row.
+
     Raises:
         UserError: There are no examples, or `batch_size` is not a multiple of `world`.
         ValueError: An example has more than `max_seq_length` positions.
@@ -76,7 +79,7 @@ class BatchOrder:
         self._rows: list[Row] = pack(positions, max_seq_length) if packed else [(i,) for i in range(len(examples))]
         if self._preferences:
             self._rows = [row[at : at + SLOTS] for row in self._rows for at in range(0, len(row), SLOTS)]
-        self._slots = max(map(len, self._rows))
+        self.slots = max(map(len, self._rows))
         needed = [sum(positions[number] for number in row) for row in self._rows]
         buckets = bucket_widths(max_seq_length)
         if max(needed) > buckets[-1]:
@@ -102,6 +105,11 @@ class BatchOrder:
     def widths(self) -> list[int]:
         """The widths T that a batch can have, ascending."""
         return sorted({int(width) for width in self._widths})
+
+    @property
+    def longest(self) -> int:
+        """The width of the longest document by itself."""
+        return self.widths[-1]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -204,11 +212,52 @@ class BatchOrder:
         if not self._preferences:
             rows_of_one = [[self._examples[number] for number in row] for row in share]
             return self._collated(rows_of_one, width)  # type: ignore[arg-type]
-        documents, preferences = lay_out(share, self._preferences, self._slots, width, packed=self._packed)
+        documents, preferences = lay_out(share, self._preferences, self.slots, width, packed=self._packed)
         return replace(self._collated(documents, width), preferences=preferences)
 
     def _collated(self, rows: Sequence[Sequence[Example]], width: int) -> Batch:
         return collate(rows, width, packed=self._packed, vision=self._vision)
+
+
+class AnsweredOrder(BatchOrder):
+    """A BatchOrder in which other answers may stand in the place of those of the examples.
+
+    Args:
+        of_order, options: The arguments of BatchOrder.
+        answer: The largest number of tokens of another answer.
+    """
+
+    def __init__(self, *of_order: Any, answer: int, **options: Any):
+        super().__init__(*of_order, **options)
+        documents = (document for example in self._examples for document in example.documents)
+        prompt = max(len(document.prompt.tokens) for document in documents)
+        self._longest = self._bucket(min(prompt + answer - 1, self._max_seq_length))
+
+    @property
+    def widths(self) -> list[int]:
+        # Documents with other answers fill packed rows otherwise.
+        return sorted({*super().widths, self._max_seq_length if self._packed else self._longest})
+
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+    def _bucket(self, positions: int) -> int:
+        buckets = bucket_widths(self._max_seq_length)
+        return buckets[bisect_left(buckets, positions)]
+
+    def batch_of(self, documents: Sequence[Example]) -> Batch:
+        """Build this rank's batch from other documents; the last ones are left out where packed rows lack room."""
+        rows, width = self._batch_size // self._world, self._max_seq_length
+        shared: list[Row] = [(at,) for at in range(len(documents))]
+        if self._packed:
+            shared = pack([document.positions for document in documents], width)
+            while len(shared) > rows:
+                documents = documents[:-1]
+                shared = pack([document.positions for document in documents], width)
+        filled = [[documents[at] for at in row] for row in shared]
+        needed = max((sum(document.positions for document in row) for row in filled), default=1)
+        return self._collated([*filled, *[[]] * (rows - len(filled))], self._bucket(needed))
 
 
 class PeekableOrder:
@@ -216,6 +265,8 @@ class PeekableOrder:
 
     state() is then still the one before it.
     """
+
+    figures: tuple[str, ...] = ()
 
     def __init__(self, order: Any):
         self._order = order
@@ -237,6 +288,10 @@ class PeekableOrder:
         if isinstance(peeked, Exception):
             raise peeked
         return next(self._order) if peeked is None else peeked
+
+    def samples(self) -> list[dict[str, str]]:
+        """Return the answers that were sampled: none."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data before the batch that comes next."""

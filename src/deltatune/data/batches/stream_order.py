@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from ...errors import UserError
 from ..example import Example, Splits
 from ..rows.sources import JsonLines, Place, StreamedDataset
 from .batch import Batch, bucket_widths
-from .order import BatchOrder
+from .order import AnsweredOrder, BatchOrder
 
 Encode = Callable[[list[tuple[str, object]], str], list[Example]]
 
@@ -113,14 +112,37 @@ class StreamOrder:
         """The widths T that a batch can have, ascending; which of them will come is not known."""
         return bucket_widths(self._max_seq_length)
 
+    @property
+    def longest(self) -> int:
+        """The width of the longest document by itself, as far as it is known."""
+        return self._max_seq_length
+
+    @property
+    def slots(self) -> int:
+        """The most documents of a row in the present window."""
+        return self._order.slots
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        return next(self._advanced())
+
+    def next_examples(self) -> list[Example]:
+        """Return this rank's documents of the next batch, in the place of the batch."""
+        return self._advanced().next_examples()
+
+    def batch_of(self, documents: Sequence[Example]) -> Batch:
+        """Build this rank's batch from other documents, as AnsweredOrder does."""
+        assert isinstance(self._order, AnsweredOrder)
+        return self._order.batch_of(documents)
+
+    def _advanced(self) -> BatchOrder:
+        """Return the order of the window that holds the next batch, which is counted."""
         if self._step >= self._order.batches_per_epoch:
             self._next_window()
         self._step += 1
-        return next(self._batches)
+        return self._order
 
     def state(self) -> dict[str, Any]:
         """Return the place in the data, as JSON values from which `restore` continues with the same batches."""
@@ -162,5 +184,5 @@ class StreamOrder:
         self._number = number
         self._epoch = epoch
         self._order = order
-        self._batches = islice(order.epoch(number), step, None)
+        order.restore({**order.state(), "epoch": number, "step": step})
         self._step = step

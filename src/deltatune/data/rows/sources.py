@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -163,7 +164,10 @@ def load_hugging_face(
         options = options | {"data_files": file.name}
     path = str(file.parent.absolute()) if file.is_file() else _library_path(name, options)
     verbosity = datasets.logging.get_verbosity()
+    bars = not datasets.are_progress_bars_disabled()
     try:
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
         # The library logs a damaged file before it raises; the message below says it once.
         datasets.logging.set_verbosity(logging.CRITICAL)
         if is_saved_dataset(Path(path)) and (split is None or streaming):
@@ -175,6 +179,8 @@ def load_hugging_face(
         raise UserError(_not_opened(name, split, error)) from error
     finally:
         datasets.logging.set_verbosity(verbosity)
+        if bars:
+            datasets.enable_progress_bars()
     if isinstance(loaded, datasets.Dataset | datasets.IterableDataset):
         loaded = {split or "train": loaded}
     for part in loaded.values():

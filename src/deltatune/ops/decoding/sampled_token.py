@@ -120,11 +120,12 @@ def trial_case(dtype: mx.Dtype, shapes: tuple[tuple[int, int], ...] = ((9, 3001)
         ]
 
     def truth() -> list[np.ndarray]:
-        results = []
+        results: list[np.ndarray] = []
         for logits in drawn:
-            tokens, _, following = sampled_token_naive(logits, key, temperature)
-            exact = _exact(as_float64(logits) / temperature, np.array(tokens))
-            results += [tokens, tokens, exact, following.view(mx.uint8)]
+            one, _, following = sampled_token_naive(logits, key, temperature)
+            tokens = np.array(one)
+            exact = _exact(as_float64(logits) / temperature, tokens)
+            results += [tokens, tokens, exact, np.array(following.view(mx.uint8))]
         return results
 
     results = ("tokens", "tokens to be read", "figures", "next key")

@@ -64,7 +64,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     if first is None or second is None or first.call.x is not second.call.x or first.call.norm != second.call.norm:
         return None
     a, b = _joined_factors([first.matrix, second.matrix])
-    of_each = [] if b is None else mx.split(b, [first.matrix.weight.shape[0]])
+    of_each = [] if b is None else list(mx.split(b, [first.matrix.weight.shape[0]]))
     call = replace(first.call, second=second.matrix.weight, low_rank=None)
     return _called(_with_adapters(call, a, *of_each), first.matrix)
 
@@ -111,9 +111,9 @@ def _product_of(y: mx.array) -> _Product | None:
 def _with_adapters(call: LinearToken, *factors: mx.array | None) -> LinearToken:
     """Return the call with the update of adapters, if any, of which `factors` are a, b and the second weight's b."""
     there = [factor for factor in factors if factor is not None]
-    kept = trace.current().factors
-    if kept is not None:
-        there = kept.kept(*there)
+    of_step = trace.current().factors
+    if of_step is not None:
+        there = of_step.kept(*there)
     return replace(call, low_rank=LowRank(*there)) if there else call
 
 

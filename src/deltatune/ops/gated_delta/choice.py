@@ -95,7 +95,7 @@ OPERATOR = Operator(
     implementations=IMPLEMENTATIONS["gated_delta"],
     orders={
         "cpu": ("chunk",),
-        "cuda": ("fused", "chunk_bf16", "chunk"),
+        "cuda": ("fused", "chunk"),
         "metal": ("fused", "native", "chunk_bf16", "chunk"),
     },
     candidates={

@@ -42,7 +42,7 @@ def workloads_of(quick: bool) -> list[Workload]:
 OPERATOR = Operator(
     name="linear_attention",
     implementations=IMPLEMENTATIONS["linear_attention"],
-    orders={"cpu": ("chunk",), **dict.fromkeys(("cuda", "metal"), ("fused", "chunk_bf16", "chunk"))},
+    orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "chunk_bf16", "chunk")},
     candidates={
         "naive": naive_candidate,
         "chunk": chunk_candidate,

@@ -122,10 +122,9 @@ class Operator:
             )
         if forced is not None:
             return (forced,), f"forced by {self.variable}"
-        names = backend.here(self.orders)
         if problem:
-            return tuple(name for name in names if name != "fused"), f"automatic on cuda: {problem}"
-        return names, f"automatic on {backend.device()}"
+            return (self.last,), f"automatic on cuda: {problem}"
+        return backend.here(self.orders), f"automatic on {backend.device()}"
 
     def forced(self) -> str | None:
         """Return the implementation that the environment variable forces, or None for the automatic choice."""

@@ -41,13 +41,19 @@ def quantise(model: nn.Module, bits: int) -> nn.Module:
     return model
 
 
+def write_save(folder: Path, config: Config, weights: Weights) -> Path:
+    """Write config.json and model.safetensors into a folder, which may be new, as Hugging Face does; return it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: mx.array(value) for name, value in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    return folder
+
+
 def from_save(config: Config, weights: Weights, load: Callable[[Path], nn.Module]) -> nn.Module:
     """The model that `load` reads from a folder with these weights, saved as Hugging Face does."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        tensors = {name: mx.array(value) for name, value in weights.items()}
-        mx.save_safetensors(str(Path(folder) / "model.safetensors"), tensors, {"format": "pt"})
-        model = load(Path(folder))
+        model = load(write_save(Path(folder), config, weights))
         mx.eval(model.parameters())
     return model
 

@@ -87,11 +87,8 @@ class VisionCase:
         """Return config.json and tensors as released checkpoints have them: axes of qwen3_vl_moe's experts swapped."""
         if self.model_type != "qwen3_vl_moe":
             return config, weights
-        swapped = {
-            name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
-            for name, value in weights.items()
-        }
-        return {**config, "text_config": {**config["text_config"], "tie_word_embeddings": False}}, swapped
+        swapped = {name: value.swapaxes(1, 2) for name, value in weights.items() if ".experts." in name}
+        return {**config, "text_config": {**config["text_config"], "tie_word_embeddings": False}}, weights | swapped
 
 
 _TEXT = {**COMMON, **ATTENTION, "num_hidden_layers": 3}

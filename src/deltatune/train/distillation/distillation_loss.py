@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,14 +45,18 @@ def distillation_loss(
     if compare:
         mx.eval(teacher.parameters())
 
-    def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+    def loss(
+        inputs: mx.array, targets: mx.array, weights: mx.array, beside: Mapping[str, mx.array] | None = None
+    ) -> tuple[mx.array, ...]:
         hidden = backbone(inputs)
         # The sums that the model's routers collect are not for the teacher's.
         with side_outputs.collecting(False):
             known = mx.stop_gradient(teacher_backbone(inputs))
         beta = 1.0 if config.beta is None else config.beta
-        return linear_divergence(
+        sums = linear_divergence(
             head, hidden, (teacher_head, known), weights, beta=beta, temperature=config.temperature
         )
+        # A batch of a run that samples answers has figures beside its arrays.
+        return sums if beside is None else (*sums, beside["figures"])
 
     return loss

@@ -282,7 +282,7 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 def line(record: Mapping[str, float], prefix: str = "") -> str:
     """Return the part of a line of progress on the figures in `record`, or an empty text if it has none."""
     names = {"margin": MARGINS, "accuracy": "rewards/accuracies", "reward": "reward", "exact": "rewards/exact"}
-    names |= {"length": "completions/mean_length", "entropy": "entropy", "kl": "kl"}
+    names |= {"sampled": "sampled/share", "length": "completions/mean_length", "entropy": "entropy", "kl": "kl"}
     names |= {"mtp loss": "mtp_loss", "accepted": "mtp_accepted"}
     shown = {word: f"{prefix}{name}" for word, name in names.items()}
     return "".join(f", {word} {record[name]:.3f}" for word, name in shown.items() if name in record)

@@ -78,6 +78,7 @@ _COLUMNS = (
     Column("accuracy", 10, "rewards/accuracies", _DECIMALS, always=False),
     Column("reward", 9, "reward", _DECIMALS, always=False),
     Column("exact", 8, "rewards/exact", _DECIMALS, always=False),
+    Column("sampled", 9, "sampled/share", _DECIMALS, always=False),
     Column("length", 9, "completions/mean_length", three_digits, always=False),
     Column("entropy", 10, "entropy", _SHORT, always=False),
     Column("KL", 8, "kl", _DECIMALS, always=False),

@@ -21,7 +21,7 @@ from ..saved.state import refusal, writing
 Record = dict[str, Any]
 # The key under which a record of metrics.jsonl holds answers.
 SAMPLES = "samples"
-# The key under which an answer that training has sampled holds the sum of its rewards, as text.
+# The key under which an answer that training has sampled holds the sum of its rewards, as text, empty without rewards.
 REWARD = "reward"
 
 

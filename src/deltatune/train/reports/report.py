@@ -291,16 +291,20 @@ def _samples(records: Sequence[Record]) -> list[tuple[int, list[Record]]]:
 
 
 def rewarded_tables(records: Sequence[Record]) -> list[ReportTable]:
-    """Return a table of the last answers that training has sampled, with their rewards, where the records have any."""
-    rows = [
-        (at, sample[REWARD], sample["prompt"], sample["answer"])
+    """Return a table of the last answers that training has sampled, where the records have any, with their rewards."""
+    rows: list[tuple[Any, ...]] = [
+        (at, sample["prompt"], sample["answer"], sample[REWARD])
         for at, samples in _samples(records)
         for sample in samples
         if REWARD in sample
     ]
-    columns = ("iteration", REWARD, "prompt", "answer")
-    note = "The best, the middle and the worst answer before each report; metrics.jsonl has all of them."
-    return [ReportTable("Sampled answers", columns, rows[-_REWARDED:], note, folded=True, shown=True)] if rows else []
+    columns: tuple[str, ...] = ("iteration", "prompt", "answer", REWARD)
+    those = "The best, the middle and the worst answer"
+    if not any(reward for *_, reward in rows):
+        columns, those = columns[:-1], "Some answers"
+    rows = [row[: len(columns)] for row in rows[-_REWARDED:]]
+    note = f"{those} before each report; metrics.jsonl has all of them."
+    return [ReportTable("Sampled answers", columns, rows, note, folded=True, shown=True)] if rows else []
 
 
 def options_yaml(config: TrainConfig) -> str:

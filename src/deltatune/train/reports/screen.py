@@ -249,7 +249,7 @@ def line_of(record: Record, total: int, left: float | None) -> str:
 def _sample(sample: Record) -> str:
     right = is_right(sample)
     judged = " (right)" if right else ""
-    if REWARD in sample:
+    if sample.get(REWARD):
         judged = f" (reward {sample[REWARD]})"
     if right is False:
         judged = f" (expected {_beginning(sample['expected'])})"
@@ -265,7 +265,7 @@ def _answers(samples: Sequence[Record]) -> Table:
     for sample in samples[:_SAMPLES]:
         right = is_right(sample)
         style = {True: "green", False: "red", None: ""}[right]
-        if REWARD in sample:
+        if sample.get(REWARD):
             table.add_row("reward", Text(sample[REWARD], style="bold"))
         # As a Text, since rich would read markup in a str, such as the [/INST] of a prompt.
         table.add_row("asked", Text(_beginning(sample["prompt"], _SHOWN_WHOLE)))

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...data.prompt_rows import PromptExample
+from ...data.example import Example
 from ...errors import UserError
 from ...machine.compiling import without_kernels
 from ...models.batch_decoder import ROWS, BatchDecoder, has_row_caches
@@ -60,8 +60,8 @@ class AnswerSampler:
         self._rows = min(ROWS, rows)
         self._engine: BatchDecoder | None = None
 
-    def __call__(self, prompts: Sequence[PromptExample], key: mx.array) -> SampledAnswers:
-        """Sample `num_generations` answers to each prompt, one prompt after the other.
+    def __call__(self, prompts: Sequence[Example], key: mx.array) -> SampledAnswers:
+        """Sample `config.rows_each` answers to each prompt, one prompt after the other.
 
         Args:
             prompts: The prompts.
@@ -72,8 +72,9 @@ class AnswerSampler:
         """
         loaded = self._loaded
         model = loaded.model
-        most = self._config.max_completion_length
-        rows = [tokens for prompt in prompts for tokens in [prompt.tokens.tolist()] * self._config.num_generations]
+        # A row holds at least a token of the prompt.
+        most = min(self._config.max_completion_length, self._config.max_seq_length - 1)
+        rows = [tokens for prompt in prompts for tokens in [prompt.tokens.tolist()] * self._config.rows_each]
         with inferring(model), explained(loaded), without_kernels():
             if self._engine is None:
                 ends = loaded.tokenizer.eos_token_ids
@@ -86,19 +87,20 @@ class AnswerSampler:
             ends_with = [] if answer.end is None else [answer.end]
             tokens[row, : lengths[row]] = [*answer.tokens, *ends_with]
             figures[:, row, : lengths[row]] = np.array(answer.figures, np.float32).T
-        ended = np.array([answer.end is not None for answer in answers])
+        ended = np.array([answer.end is not None for answer in answers], bool)
         return SampledAnswers(tokens, lengths, ended, *figures)
 
     def texts(self, answers: SampledAnswers) -> list[str]:
         """Return the texts of answers, without their ends."""
         lengths = answers.lengths - answers.ended
-        return [
-            self._loaded.tokenizer.decode(tokens[:length].tolist(), skip_special_tokens=True)
-            for tokens, length in zip(answers.tokens, lengths, strict=True)
-        ]
+        return [self.text(tokens[:length]) for tokens, length in zip(answers.tokens, lengths, strict=True)]
+
+    def text(self, tokens: np.ndarray) -> str:
+        """Return the text of tokens, without special ones."""
+        return self._loaded.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
 
-def check_covered(model: Any) -> None:
+def check_covered(model: Any, config: TrainConfig) -> None:
     """Refuse a model that the engine does not cover.
 
     Raises:
@@ -106,7 +108,8 @@ def check_covered(model: Any) -> None:
     """
     if not has_row_caches(model):
         name = f"{type(model).__module__}.{type(model).__name__}"
+        remedy = " Give lmbda: 0 to learn from the answers of the data alone." * (config.loss == "distill")
         raise UserError(
-            f"loss: grpo samples answers to many prompts at once, which {name} cannot yet: it takes a language model "
-            "of mlx-lm without windows or latent keys in its attention."
+            f"loss: {config.loss} samples answers to many prompts at once, which {name} cannot yet: it takes a "
+            f"language model of mlx-lm without windows or latent keys in its attention.{remedy}"
         )

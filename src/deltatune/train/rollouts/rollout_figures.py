@@ -10,23 +10,26 @@ from .advantages import deviation, mean
 from .answer_sampler import SampledAnswers
 
 REWARD, EXACT, LENGTH = "reward", "rewards/exact", "completions/mean_length"
-_FIGURES = (
-    REWARD,
-    "reward_std",
-    EXACT,
-    "frac_reward_zero_std",
-    LENGTH,
-    "completions/max_length",
-    "completions/clipped_ratio",
-    "entropy",
-    "seconds/sampling",
-    "seconds/rewards",
-)
+# The figures of answers, whether they are rewarded or not.
+ANSWERS = (LENGTH, "completions/max_length", "completions/clipped_ratio", "entropy", "seconds/sampling")
+_FIGURES = (REWARD, "reward_std", EXACT, "frac_reward_zero_std", *ANSWERS, "seconds/rewards")
 
 
 def names_of(rewards: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the figures, with those of each reward function."""
     return (*_FIGURES, *(f"rewards/{name}/{kind}" for name in rewards for kind in ("mean", "std")))
+
+
+def answer_figures(answers: SampledAnswers, seconds: float) -> list[tuple[float, int]]:
+    """Return the sums and counts of the figures ANSWERS, of answers that were sampled in so many seconds."""
+    tokens, number = int(answers.lengths.sum()), len(answers.lengths)
+    return [
+        (tokens, number),
+        (int(answers.lengths.max()), 1),
+        (number - int(answers.ended.sum()), number),
+        (float(answers.entropies.sum()), tokens),
+        (seconds, 1),
+    ]
 
 
 def figures(
@@ -43,17 +46,12 @@ def figures(
     scored = totals[~np.isnan(totals)]
     # An answer is exact where each function that judged it gave 1 or more.
     exact = (np.nan_to_num(rewards, nan=1.0) >= 1).all(axis=0)[~np.isnan(totals.reshape(-1))]
-    tokens = answers.lengths.sum()
     pairs = [
         (scored.sum(), scored.size),
         _one(deviation(totals)),
         (exact.sum(), exact.size),
         (np.isclose(deviation(totals, 1), 0).sum(), len(totals)),
-        (tokens, len(answers.lengths)),
-        (answers.lengths.max(), 1),
-        ((~answers.ended).sum(), len(answers.lengths)),
-        (answers.entropies.sum(), tokens),
-        (seconds[0], 1),
+        *answer_figures(answers, seconds[0]),
         (seconds[1], 1),
     ]
     for of_function in rewards:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -67,17 +67,10 @@ class Rollouts:
     @classmethod
     def saved(cls, arrays: Mapping[str, mx.array], batches: Sequence[Sequence[PromptExample]]) -> Rollouts:
         """Return the rollouts that arrays() saved, with the prompts of each batch."""
-        named = {name: as_numpy(array) for name, array in arrays.items()}
-        prompts, shares = _joined(batches)
-        answers = SampledAnswers(
-            named["tokens"],
-            named["lengths"],
-            named["ended"].astype(bool),
-            named["log_probabilities"],
-            named["entropies"],
-        )
-        scores = named.get("old"), named.get("reference")
-        return cls(int(named["number"][0]), prompts, shares, answers, named["rewards"], (0.0, 0.0), *scores)
+        named: dict[str, Any] = {name: as_numpy(array) for name, array in arrays.items()}
+        named["ended"] = named["ended"].astype(bool)
+        answers = SampledAnswers(**{field.name: named.pop(field.name) for field in fields(SampledAnswers)})
+        return cls(int(named.pop("number")[0]), *_joined(batches), answers, **named)
 
 
 def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExample], list[int]]:
@@ -336,10 +329,8 @@ class RolloutOrder:
 
     def _document(self, rollouts: Rollouts, number: int) -> Example:
         """Return an answer behind its prompt."""
-        prompt = self._prompt(rollouts, number)
         answer = rollouts.answers.tokens[number, : rollouts.answers.lengths[number]]
-        tokens = np.concatenate([prompt.tokens, answer])
-        return Example(tokens, np.arange(len(tokens)) >= len(prompt.tokens), prompt.source)
+        return self._prompt(rollouts, number).answered(answer)
 
 
 def _places(rows: Sequence[Sequence[int]], documents: Sequence[Example]) -> list[tuple[int, slice]]:

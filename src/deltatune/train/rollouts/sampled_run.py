@@ -1,4 +1,4 @@
-"""Makes the batches of a run that samples them, from the parts of the run."""
+"""Makes the batches of a run that samples answers, from the parts of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ...data.batches.batch import Batch
-from ...data.batches.order import BatchOrder
+from ...data.batches.order import AnsweredOrder, BatchOrder
+from ...data.batches.stream_order import StreamOrder
 from ...data.example import Example
 from ...lora.convert import without_adapters
 from ...machine.numpy_arrays import as_numpy
@@ -31,6 +32,7 @@ from ..setup import batch_order
 from .answer_sampler import AnswerSampler
 from .rewarded_sampler import RewardedSampler, RewardEvaluation
 from .rollout_order import RolloutOrder, Scoring
+from .student_order import StudentOrder
 
 
 def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:
@@ -57,23 +59,23 @@ def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:
     return Scoring(of_policy, reference)
 
 
-def rollout_order(
+def sampled_order(
     loaded: Loaded,
     config: TrainConfig,
-    prompts: BatchOrder,
-    token_losses: TokenLosses,
-    rewards: Rewards,
+    data: BatchOrder | StreamOrder,
+    token_losses: TokenLosses | None,
+    rewards: Rewards | None,
     ending: Ending,
     world: World,
-) -> RolloutOrder:
-    """Return the batches of a run.
+) -> RolloutOrder | StudentOrder:
+    """Return the batches of a run, of rewarded answers where there are rewards.
 
     Args:
         loaded: The model, set up by setup.training(), and its tokenizer with the tokens that end an answer.
         config: The options of the run.
-        prompts: This rank's prompts, in their order.
-        token_losses: The tokens' losses under the sampled policy.
-        rewards: The reward functions.
+        data: This rank's prompts, or documents, in their order.
+        token_losses: With rewards, the tokens' losses under the sampled policy.
+        rewards: The reward functions; None for distillation.
         ending: It is asked between two tokens whether the run ends.
         world: The ranks of the run.
     """
@@ -82,20 +84,21 @@ def rollout_order(
         if ending.asks_to_stop():
             raise InterruptedSamplingError
 
-    sampler = _rewarded_sampler(loaded, config, prompts, rewards, between, world)
-    return RolloutOrder(prompts, sampler, scoring_of(loaded.model, token_losses), config, world)
+    sampler = _sampler(loaded, config, data, between, world)
+    if rewards is None:
+        assert isinstance(data, AnsweredOrder | StreamOrder)
+        return StudentOrder(data, sampler, config, world)
+    assert token_losses is not None
+    assert isinstance(data, BatchOrder)
+    rewarded = RewardedSampler(sampler, rewards, between)
+    return RolloutOrder(data, rewarded, scoring_of(loaded.model, token_losses), config, world)
 
 
-def _rewarded_sampler(
-    loaded: Loaded,
-    config: TrainConfig,
-    prompts: BatchOrder,
-    rewards: Rewards,
-    between: Callable[[], None],
-    world: World,
-) -> RewardedSampler:
-    rows = config.batch_size // world.size * config.grad_accumulation_steps * config.num_generations
-    return RewardedSampler(AnswerSampler(loaded, config, rows, prompts.widths[-1], between), rewards, between)
+def _sampler(
+    loaded: Loaded, config: TrainConfig, data: BatchOrder | StreamOrder, between: Callable[[], None], world: World
+) -> AnswerSampler:
+    rows = config.batch_size // world.size * config.grad_accumulation_steps * config.rows_each * data.slots
+    return AnswerSampler(loaded, config, rows, data.longest, between)
 
 
 def say_reward(
@@ -122,7 +125,7 @@ def say_reward(
         NoResultError: The probability of a token is not finite.
     """
     order = batch_order(prompts, config, world)
-    sampler = _rewarded_sampler(loaded, config, order, rewards, lambda: None, world)
+    sampler = RewardedSampler(_sampler(loaded, config, order, lambda: None, world), rewards, lambda: None)
     evaluation = RewardEvaluation(sampler, config, world)
     with patched():
         loss = evaluation(order, config.test_batches)

@@ -182,7 +182,6 @@ inline void write_narrow(Place at, TokenPlace place, const threadgroup char* mem
   constexpr int RANKS = 16 * TILES / PARTS, STRIDE = token_stride(TILES);
   const threadgroup float* all =
       reinterpret_cast<const threadgroup float*>(memory + LinearTokenMemory<GROUPS, TILES, LINES>::sums);
-  DELTATUNE_ROLLED
   for (int i = at.index; i < 8 * LINES * RANKS; i += 32 * GROUPS) {
     const int row = i / RANKS, rank = i % RANKS;
     if (place.row + row >= place.rows || place.output + rank >= place.outputs) continue;
@@ -215,7 +214,6 @@ inline void write_token(Place at, TokenPlace place, threadgroup char* memory, R 
   constexpr int OUTPUTS = 16 * TILES / PARTS, STRIDE = token_stride(TILES);
   const threadgroup float* all = reinterpret_cast<const threadgroup float*>(memory + Memory::sums);
   const threadgroup float* factors = reinterpret_cast<const threadgroup float*>(memory + Memory::factors);
-  DELTATUNE_ROLLED
   for (int i = at.index; i < 8 * LINES * OUTPUTS; i += 32 * GROUPS) {
     const int row = i / OUTPUTS, output = i % OUTPUTS;
     if (place.row + row >= place.rows || place.output + output >= place.outputs) continue;
@@ -292,7 +290,6 @@ inline void linear_token(Place at, threadgroup char* memory, int rows, int input
   if (at.index == 0) leave_adapters(arrived, (outputs + SHARE - 1) / SHARE);
   threadgroup float* factors = reinterpret_cast<threadgroup float*>(memory + Memory::factors);
   const threadgroup float* all_squares = reinterpret_cast<const threadgroup float*>(memory + Memory::squares);
-  DELTATUNE_ROLLED
   for (int row = at.index; row < 8 * LINES; row += 32 * GROUPS)
     factors[row] = factor_of<GROUPS, LINES>(all_squares, row, inputs, eps, norm);
   barrier();
