@@ -1,6 +1,6 @@
 .PHONY: help env demo test test-all test-again test-cpus fuzz coverage lint house tree docs oracle compat families clean selftest selftest-metal \
         require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
-        check-tag addresses newest branches on-metal
+        check-tag addresses newest branches on-metal test-metal
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
 METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
@@ -32,6 +32,7 @@ help:
 	@echo "make data-formats         with that wheel, every command that reads data on every format of data"
 	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
 	@echo "make on-metal             whole programs on a stand-in for a Mac, with real head sizes (hours)"
+	@echo "make test-metal           tests of operators, patches, plans and runs with that stand-in as MLX's default device"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat               try the oldest and newest mlx, mlx-lm and mlx-vlm, an environment each (4 GB in .compat)"
 	@echo "make families             train a tiny model of every type of mlx-lm and mlx-vlm in every way (half an hour)"
@@ -130,6 +131,13 @@ docs: env
 # `make test` runs the same programs with smaller heads (tests/on_metal/smaller.py).
 on-metal: env
 	$(PYTHON) -m pytest tests/on_metal --real-sizes --durations 5
+
+# The weekly workflow runs it. Other tests know the CPU's choices and sizes.
+METAL_TESTS := $(addprefix tests/ops/,operator linear_attention attention products/test_unpacking_by_time.py) \
+        tests/plan/test_fit.py tests/patches/tables/test_mlx_lm.py tests/train/test_loop.py \
+        tests/train/by_layer/test_bounded_runs.py
+test-metal: env
+	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --metal $(METAL_TESTS)
 
 oracle: env
 	scripts/make_env oracle

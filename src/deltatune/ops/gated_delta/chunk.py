@@ -144,7 +144,7 @@ def _forward(chunking: Chunking, *arrays: mx.array) -> _Arrays:
             saved.append(blank(saved[-1], span.chunks, previous))
             previous = [outputs, saved[-1], group_state]
             continue
-        group = Group(*_load_group(inputs, span, chunking.size, previous), products=chunking.products)
+        group = Group(chunking.products, *_load_group(inputs, span, chunking.size, previous))
         y, states, group_state = _group_forward(gates, group, group_state)
         write_group(outputs, y, span, chunking)
         saved.append(states)
@@ -169,7 +169,7 @@ def _backward(chunking: Chunking, floats: int, *arrays: mx.array) -> _Arrays:
             previous = [*previous, states]
             continue
         *parts, group_dy = _load_group((*inputs, dy), span, chunking.size, previous)
-        group = Group(*parts, products=chunking.products)
+        group = Group(chunking.products, *parts)
         gradients = _group_backward(gates, group, states, group_dy, group_dstate)
         group_dstate = gradients.state
         inputs_alone = [gradient for gradient in gradients[:-1] if gradient is not None]

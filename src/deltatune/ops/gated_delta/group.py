@@ -31,11 +31,11 @@ IN_FP32 = MatrixProducts()
 class Group(NamedTuple):
     """The inputs of n chunks, in fp32. `qk` stacks q above k, so that one product serves both."""
 
+    products: MatrixProducts
     qk: mx.array  # [n, B, K, 1, 2C, Dk]
     v: mx.array  # [n, B, K, R, C, Dv]
     log_g: mx.array  # [n, B, K, R, C] or [n, B, K, R, C, Dk]
     beta: mx.array | None = None  # [n, B, K, R, C]; None where nothing is erased (linear attention)
-    products: MatrixProducts = IN_FP32
 
     @property
     def reads(self) -> mx.array:

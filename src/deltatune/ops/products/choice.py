@@ -47,7 +47,7 @@ class PackedProduct:
     def words(self) -> str:
         """The class, in words that are the same on every machine."""
         bits, mode = self.quantization.bits, self.quantization.mode
-        return f"{self.dtype}, {self.rows} rows or more, {self.outputs} x {self.inputs} in {bits} bits ({mode})"
+        return f"{self.dtype}, {self.rows:,} rows or more, {self.outputs} x {self.inputs} in {bits} bits ({mode})"
 
 
 def unpacking_is_faster(x: mx.array, w: mx.array, quantization: Quantization) -> bool:
@@ -70,7 +70,7 @@ def unpacking_is_faster(x: mx.array, w: mx.array, quantization: Quantization) ->
     return candidates.choose(OPERATOR, call)[0] == "unpacked"
 
 
-def _product_of_mlx(x: mx.array, arrays: list[mx.array], quantization: Quantization) -> mx.array:
+def _product_of_mlx(x: mx.array, arrays: Any, quantization: Quantization) -> mx.array:
     # With a stream, the patch of this function leaves the call alone.
     return mx.quantized_matmul(x, *arrays, **quantization._asdict(), stream=mx.default_stream(mx.default_device()))
 
@@ -84,7 +84,7 @@ def trial_case(shape: PackedProduct) -> Case[Any]:
     """Return the case of a class of products: rows and their gradient against fp32 on the CPU."""
     sizes = (shape.outputs, shape.inputs), (shape.rows, shape.inputs), (shape.rows, shape.outputs)
     matrix, x, dy = random_arrays([(size, getattr(mx, shape.dtype)) for size in sizes])
-    packed = list(mx.quantize(matrix, **shape.quantization.storage))
+    packed: Any = list(mx.quantize(matrix, **shape.quantization.storage))
 
     def call(product: Any) -> list[mx.array]:
         results, gradients = mx.vjp(lambda x: [product(x, packed, shape.quantization)], [x], [dy])
