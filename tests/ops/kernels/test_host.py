@@ -223,7 +223,6 @@ def test_linear_attention(name, dtype, per_channel, machine, check, table):
     check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name), per_channel=per_channel, erases=False)
 
 
-# The gradient kernel loads the next value head's states, where one slice holds a state.
 AHEAD = {"stages": 2, "gradient_slice": 64}
 # States of 128 and 256, of which nothing is forgotten, so that the gradients of gates show the states' tails.
 STATES = {"batch": 1, "length": 130, "repeats": 3, "value_size": 64, "gates": "open", "keys": "near"}
