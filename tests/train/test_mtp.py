@@ -96,8 +96,7 @@ def test_a_gradient_through_the_layers_is_an_option(heads, tmp_path):
 def test_the_head_alone(heads, headed, tmp_path, read_metrics):
     heads(mtp="only").run()
     trained = adapter_of(tmp_path / "out")
-    assert trained
-    assert all(name.startswith("mtp.") for name in trained)
+    assert {name.partition(".")[0] for name in trained} == {"mtp"}
     records = read_metrics(tmp_path / "out")
     losses = [record for record in records if "val_loss" in record]
     assert losses[-1]["val_loss"] == losses[-1]["val_mtp_loss"] < losses[0]["val_loss"]
@@ -111,8 +110,7 @@ def test_a_continued_run_has_the_bits_of_a_straight_one(heads, tmp_path):
     heads(adapter_path=str(tmp_path / "straight")).run()
     heads(iters=3).run()
     heads(resume=True).run()
-    straight, continued = ((tmp_path / name / "adapters.safetensors").read_bytes() for name in ("straight", "out"))
-    assert straight == continued
+    assert len({(tmp_path / name / "adapters.safetensors").read_bytes() for name in ("straight", "out")}) == 1
 
 
 def test_packed_documents_have_the_gradients_that_they_have_alone(headed):
@@ -232,8 +230,7 @@ def test_the_plan_holds_the_head(headed):
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
     values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "val_batches": 0}
     values |= {"lora_parameters": {"rank": 2, "scale": 10.0}, "lr_schedule": "constant", "learning_rate": 0.05}
-    done = launch(values | {"adapter_path": str(tmp_path / "two")})
-    assert done.returncode == 0, done.stderr
+    assert launch(values | {"adapter_path": str(tmp_path / "two")}).returncode == 0
     heads(**values).run()
     left, right = adapter_of(tmp_path / "out"), adapter_of(tmp_path / "two")
     assert left.keys() == right.keys()

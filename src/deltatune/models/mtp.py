@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,14 +31,6 @@ _FAMILIES = ("qwen3_5", "qwen3_5_moe")
 _SINCE = "0.7.10"
 
 
-class _Stored(NamedTuple):
-    """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
-
-    splitter: Any
-    config: dict[str, Any]
-    of_mlx: bool
-
-
 def add_head(model: nn.Module, path: Path) -> None:
     """Add the head of a checkpoint to its model in place, as the child `mtp`, in inference mode.
 
@@ -52,17 +44,16 @@ def add_head(model: nn.Module, path: Path) -> None:
     """
     if has_vision(model):
         raise UserError("mtp: the head of a model trains on text, and the data have images; leave those rows out.")
-    stored = _stored(path)
+    splitter, config, _ = _stored(path)
     try:
         with only_chosen(path) as folder:
-            head = stored.splitter.load(folder, source_config=stored.config)
+            head = splitter.load(folder, source_config=config)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"mtp: the tensors of the multi-token-prediction head of {path} do not fit its config.json: "
             f"{reason(error)}. Take the files of the original model."
         ) from error
-    head.eval()
-    model[MTP] = head
+    model[MTP] = head.eval()
 
 
 def head_sanitizer(path: Path) -> Callable[[Mapping[str, mx.array]], dict[str, mx.array]]:
@@ -100,7 +91,8 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
     return run
 
 
-def _stored(path: Path) -> _Stored:
+def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
+    """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
     installed = importlib.metadata.version("mlx-vlm") if importlib.util.find_spec("mlx_vlm") else None
     if installed is None or Version(installed) < Version(_SINCE):
         raise UserError(
@@ -118,13 +110,14 @@ def _stored(path: Path) -> _Stored:
         text["rope_parameters"] = {"type": "default", **rope, "mrope_section": [half, 0, 0]}
     config = {**config, "text_config": text}
     splitter: Any = get_mtp_splitter(source_config=config)
-    headers = [header for header in weight_headers(path).values() if splitter is not None]
+    of_family = splitter is not None and config["model_type"] in _FAMILIES
+    headers = weight_headers(path).values() if of_family else ()
     holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
-    if splitter is None or config["model_type"] not in _FAMILIES or not holding:
+    if not holding:
         raise UserError(
             f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
             "tensors mtp.* of a Qwen3.5 model were expected. Converted checkpoints often lack them: take the original "
             "model, or leave mtp out."
         )
     of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
-    return _Stored(splitter, config, of_mlx)
+    return splitter, config, of_mlx

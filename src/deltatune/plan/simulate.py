@@ -162,9 +162,8 @@ class Simulation:
             stored.buffer.references += 1
             self.stored[output.address] = stored
         written = self.stored[node.address].buffer
-        held = {id(one.buffer): one.buffer for one in (*inputs, *outputs_stored) if one.buffer is not written}
-        if len(outputs) == 1:
-            held = {id(one.buffer): one.buffer for one in inputs if one.buffer is not written}
+        holding = inputs if len(outputs) == 1 else (*inputs, *outputs_stored)
+        held = {id(one.buffer): one.buffer for one in holding if one.buffer is not written}
         if node.kind not in VIEWS:
             for one in inputs:
                 if not (self._pace.reads_once and one.buffer in queue.read):

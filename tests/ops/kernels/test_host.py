@@ -83,7 +83,7 @@ def test_forward_and_backward(name, dtype, machine, check, on_host, norms, table
     bounds = {key: fused_bf16_norm(error) for key, error in others.items()}
     if dtype == "float32":
         bounds = {key: max(FUSED_NORM, TIMES_CHUNK.get(name, 1.0) * error) for key, error in others.items()}
-    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
+    assert not {key: (error, bounds[key]) for key, error in fused.items() if not error <= bounds[key]}
 
 
 class OfEachKernel:
@@ -223,18 +223,23 @@ def test_linear_attention(name, dtype, per_channel, machine, check, table):
     check(machine, table.Case(name, **CASES[name]), dtype, lanes=len(name), per_channel=per_channel, erases=False)
 
 
+# The gradient kernel loads the next value head's states, where one slice holds a state.
+AHEAD = {"stages": 2, "gradient_slice": 64}
 # States of 128 and 256, of which nothing is forgotten, so that the gradients of gates show the states' tails.
 STATES = {"batch": 1, "length": 130, "repeats": 3, "value_size": 64, "gates": "open", "keys": "near"}
 
 
-@pytest.mark.parametrize("key_size", [128, 256])
-@pytest.mark.parametrize("tiling", [{}, FOUR_TILES], ids=["a group", "two groups"])
+@pytest.mark.parametrize(
+    ("key_size", "tiling"),
+    [(128, {}), (256, {}), (256, FOUR_TILES), (128, FOUR_TILES | AHEAD)],
+    ids=["a group", "a wide group", "two groups", "the next head's loads"],
+)
 def test_linear_attention_beside_naive(key_size, tiling, nvidia_sized, on_host, norms, table):
     case = table.Case("states", **STATES, key_size=key_size)
     fused = norms(*on_host(nvidia_sized[False], case, mx.bfloat16, erases=False, **tiling))
     naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive, erases=False))
     bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
-    assert not {key: (error, bounds[key]) for key, error in fused.items() if error > bounds[key]}
+    assert not {key: (error, bounds[key]) for key, error in fused.items() if not error <= bounds[key]}
 
 
 @pytest.mark.parametrize("tiling", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])

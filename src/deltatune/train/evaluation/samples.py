@@ -193,12 +193,8 @@ def written(messages: str | Messages) -> str:
 def _calls(message: dict[str, Any]) -> str:
     """Each call of a message as its function and arguments, which a row may hold as text."""
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    texts = [call["arguments"] if isinstance(call.get("arguments"), str) else _json(call) for call in functions]
-    return "\n".join(f"{call.get('name')} {text}" for call, text in zip(functions, texts, strict=True))
-
-
-def _json(call: dict[str, Any]) -> str:
-    return json.dumps(call.get("arguments", {}), ensure_ascii=False)
+    pairs = ((function.get("name"), function.get("arguments", {})) for function in functions)
+    return "\n".join(f"{name} {x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)}" for name, x in pairs)
 
 
 def _shown(content: Any) -> Any:
