@@ -20,6 +20,7 @@ import docs_pages
 from console import deltatune
 from deltatune import cli
 from films import write_video
+from mtp_heads import with_head
 
 WEIGHTS = Path("adapters/adapters.safetensors")
 
@@ -99,6 +100,7 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
     layers = {"num_hidden_layers": 2, "full_attention_interval": 2}
     dense, packed = (tiny_checkpoint("qwen3_5", quantize=bits, **layers) for bits in (None, {}))
     rows = pairs(64)
+    headed = with_head(dense, folder / "headed")
     preferences = [row | {"chosen": row["completion"], "rejected": "no"} for row in pairs(64)]
     preferences = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in preferences]
     picture = folder / "pictures"
@@ -115,6 +117,8 @@ def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[st
         "PATH_OR_HUB_NAME": dense,
         "experts: PATH": tiny_checkpoint("qwen3_5_moe"),
         "vision: PATH": tiny_vision_checkpoint("qwen3_5"),
+        "drafts: Qwen/Qwen3.5-0.8B": headed,
+        "drafts: merged": headed,
         "vision: DIR": data,
         "vision: a.png": picture / "a.png",
         "vision: b.png": picture / "b.png",

@@ -26,7 +26,7 @@ class Progress:
         best_loss: The lowest loss per token of all evaluations.
         best_iteration: The iteration after which it was measured; -1 if no evaluation was made.
         evaluations_without_gain: The evaluations since the lowest loss.
-        window_loss: The sum of losses since the last report.
+        window_loss: The sum of losses since the last report, which updates in between do not end.
         window_weight: The sum of target weights since the last report.
         window_figures: The figures of a preference loss since then: sums, and how many answers each is the sum of.
         grad_norm: The gradients' norm of the last update, before clipping.
@@ -39,7 +39,7 @@ class Progress:
         recomputed_operators: Whether auto has the other layers recompute cheap operators.
         implementations: By class of calls of an operator, the names of implementations; the first serves. They round
             differently, so a continuation needs the same.
-        order: The position in the training data (BatchOrder.state).
+        order: The place in the training data, as the order of the run gives it (TrainingOrder.state).
     """
 
     iteration: int = 0

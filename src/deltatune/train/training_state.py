@@ -123,8 +123,8 @@ class TrainingState:
         sampled = self._sampled()
         if not self.progress.micro_batches:
             return sampled
-        packed = state.pack("window", self._by_parameter(self.sums)._asdict())
-        return {key: self._world.gather(leaf) for key, leaf in packed.items()} | sampled
+        sums = state.flatten("window", self._by_parameter(self.sums)._asdict())
+        return {key: self._world.gather(leaf) for key, leaf in sums.items()} | sampled
 
     def _sampled(self) -> dict[str, mx.array]:
         """Return every rank's sampled answers at the place of the progress. Waits for every rank."""
@@ -134,9 +134,9 @@ class TrainingState:
     def arrays(self) -> dict[str, mx.array]:
         """Return the trained parameters, where PiSSA's adapters started, and the moments, as they are saved."""
         self.step.settle()
-        arrays = state.pack("trainable", self.step.model.trainable_parameters())
-        arrays |= state.pack("start", pissa.starts(self.step.model))
-        return arrays | state.pack("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
+        arrays = state.flatten("trainable", self.step.model.trainable_parameters())
+        arrays |= state.flatten("start", pissa.starts(self.step.model))
+        return arrays | state.flatten("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
 
     def restore(self, arrays: dict[str, mx.array], progress: Progress, path: Path) -> None:
         """Continue from the arrays and the progress that the file at `path` holds.
@@ -145,16 +145,16 @@ class TrainingState:
             UserError: They are those of another run.
         """
         model, optimizer, bundles = self.step.model, self.step.optimizer, self.step.bundles
-        pissa.start_at(model, state.unpack("start", pissa.starts(model), arrays, path))
-        model.update(state.unpack("trainable", model.trainable_parameters(), arrays, path))
-        by_parameter = state.unpack("optimizer", bundles.part_state(optimizer.state), arrays, path)
+        pissa.start_at(model, state.unflatten("start", pissa.starts(model), arrays, path))
+        model.update(state.unflatten("trainable", model.trainable_parameters(), arrays, path))
+        by_parameter = state.unflatten("optimizer", bundles.part_state(optimizer.state), arrays, path)
         restore(optimizer, bundles.join_state(by_parameter, optimizer.state))
         self.order.restore(progress.order, self._answers_of(arrays, progress))
         self.progress.become(progress)
         if progress.micro_batches:
             window = {key: leaf for key, leaf in arrays.items() if key.startswith("window/")}
             mine = {key: self._share(leaf) for key, leaf in window.items()}
-            sums = Sums(**state.unpack("window", self._by_parameter(self.sums)._asdict(), mine, path))
+            sums = Sums(**state.unflatten("window", self._by_parameter(self.sums)._asdict(), mine, path))
             self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
             self._start = dataclasses.replace(progress), window if self._world.main else {}
         # Frozen weights may stay on the disk, and nothing here has changed them.

@@ -161,10 +161,10 @@ def test_every_option_is_either_free_or_part_of_the_identity():
 
 def test_unpack_refuses_arrays_that_do_not_fit():
     like = {"a": mx.zeros((2, 2)), "b": [mx.zeros(1)]}
-    saved = state.pack("trainable", like)
+    saved = state.flatten("trainable", like)
     assert set(saved) == {"trainable/a", "trainable/b.0"}
-    assert mx.array_equal(state.unpack("trainable", like, saved, Path("x"))["a"], like["a"])
+    assert mx.array_equal(state.unflatten("trainable", like, saved, Path("x"))["a"], like["a"])
     with pytest.raises(UserError, match="1 tensors differ, the first is trainable/a"):
-        state.unpack("trainable", like | {"a": mx.zeros(3)}, saved, Path("x"))
+        state.unflatten("trainable", like | {"a": mx.zeros(3)}, saved, Path("x"))
     with pytest.raises(UserError, match="the first is trainable/c"):
-        state.unpack("trainable", like | {"c": mx.zeros(3)}, saved, Path("x"))
+        state.unflatten("trainable", like | {"c": mx.zeros(3)}, saved, Path("x"))

@@ -27,7 +27,8 @@ class BatchOrder:
     Each epoch shuffles the rows by (seed, epoch), sorts them by padded width with a stable sort, cuts them into batches
     and shuffles the batches. No row is dropped: if the rows do not fill whole batches, blank rows of weight 0 complete
     the batch with the shortest rows: its shape is compiled in any case. The batches are the same for any `world`; rank
-    r gets the rows r, r + world, r + 2 world and so on of each.
+    r gets the rows r, r + world, r + 2 world and so on of each. Documents are packed once, by their lengths and their
+    order in `examples`: those that share a row share it in every epoch, and the seed does not matter.
 
     Preferences of two documents each are ordered in the same way. One takes two rows of a batch, or room for both
     documents in a packed row.

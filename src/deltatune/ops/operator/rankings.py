@@ -1,6 +1,7 @@
 """Keeps for a run which implementation of an operator serves which class of calls, so that a continuation's bits agree.
 
-Outside a run nothing is kept: the verdicts decide about each call.
+Outside a run nothing is kept: the verdicts decide about each call. A class that a run first meets after its last save
+is chosen anew if the run is killed and continued.
 """
 
 from __future__ import annotations

@@ -219,13 +219,13 @@ def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: s
     return lines
 
 
-def pack(prefix: str, tree: Any) -> dict[str, mx.array]:
+def flatten(prefix: str, tree: Any) -> dict[str, mx.array]:
     """Return the leaves of `tree` by `prefix/path`."""
     return {f"{prefix}/{path}": leaf for path, leaf in leaves(tree)}
 
 
-def unpack(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> Any:
-    """Return a tree with the structure of `like` and the leaves that pack() stored under `prefix`.
+def unflatten(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> Any:
+    """Return a tree with the structure of `like` and the leaves that flatten() stored under `prefix`.
 
     Leaves keep their saved dtype, since an optimizer may change the dtype of its moments.
 
