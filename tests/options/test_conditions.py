@@ -193,6 +193,10 @@ def test_a_flag_that_would_change_nothing_is_refused_or_named(told, name):
     assert err.count("\n") == 1
 
 
+def test_a_flag_of_zero_is_named_as_a_flag(told):
+    assert told("lmbda", 0, {}, as_flag=True)[1].startswith("deltatune: --lmbda: read only")
+
+
 @pytest.mark.bad_input("`{name}` where neither model nor data have use for it")
 @pytest.mark.parametrize("name", BY_FACTS)
 def test_model_and_data_decide_for_some(name):

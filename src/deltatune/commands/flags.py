@@ -275,8 +275,9 @@ def given_flags(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def flag_names(cls: type, flags: Mapping[str, Any]) -> dict[str, str]:
     """Return the flag of each option of a dataclass that a command line gives a value, unless it is a default no."""
-    fields, no = fields_of(cls), (False, 0)
-    return {name: flag_name(name, fields[name][1]) for name, value in flags.items() if value not in no}
+    fields = fields_of(cls)
+    asked = [name for name, value in flags.items() if value or value != getattr(cls, name, value)]
+    return {name: flag_name(name, fields[name][1]) for name in asked}
 
 
 def _choose(first: str, second: str, in_file: dict[str, Any], on_line: dict[str, Any], source: str) -> None:
