@@ -29,6 +29,8 @@ _optimizer = partial(option, "optimizer")
 _run = partial(option, "run and evaluation")
 _save = partial(option, "saving and reporting")
 
+#: The losses of preferences, by their names in train/preferences/objectives.py.
+PREFERENCES = ("dpo", "orpo", "kto", "simpo", "cpo")
 #: The settings, of every optimizer that has them, that optimizer_config may change.
 OPTIMIZER_SETTINGS = {"bias_correction": True}
 NO_TYPE_FROM_SCRATCH = (
@@ -141,7 +143,7 @@ class TrainConfig:
         "sft",
         "what is learnt: sft imitates the data; grpo learns from rewards of answers that the model samples; distill "
         "learns a teacher's probabilities; the others learn which of two answers is better, kto whether one is good",
-        choices=("sft", "dpo", "orpo", "kto", "simpo", "cpo", "grpo", "distill"),
+        choices=("sft", *PREFERENCES, "grpo", "distill"),
     )
     loss_variant: str | None = _loss(
         None,
@@ -500,7 +502,7 @@ class TrainConfig:
     @property
     def has_preferences(self) -> bool:
         """Whether the loss learns from answers that the data judge."""
-        return self.loss not in ("sft", "grpo", "distill")
+        return self.loss in PREFERENCES
 
     @property
     def samples_answers(self) -> bool:
