@@ -17,15 +17,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "deltatune"
 # From bottom to top: a group imports only groups before it. A group is a folder, or a file beside the folders.
-ORDER = [
-    "errors",
-    "upstream",
-    "wrapping",
-    "options",
-    "json_fields",
-    "json_files",
-]
-ORDER += ["machine", "ops", "layers", "lora", "patches"]
+ORDER = ["errors", "upstream", "options", "machine", "ops", "layers", "lora", "patches"]
 ORDER += ["models", "data", "rewards", "train", "answering", "export", "plan", "doctor"]
 ORDER += ["demo", "selftest", "recipes", "commands", "cli", "__main__"]
 

@@ -30,9 +30,9 @@ from .commands import (
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import ranks, startup
+from .machine.wrapping import for_stream
 from .ops import IMPLEMENTATIONS
 from .options.values import short
-from .wrapping import for_stream
 
 COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 

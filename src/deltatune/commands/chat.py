@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import NoResultError, UserError
 from ..machine import startup
+from ..machine.wrapping import say
 from ..options.generation import ChatOptions
-from ..wrapping import say
 from .flags import add_adapter, add_fields, add_model, given_flags
 
 if TYPE_CHECKING:

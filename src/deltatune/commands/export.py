@@ -8,8 +8,8 @@ from shlex import quote
 
 from ..errors import UserError
 from ..machine import startup
+from ..machine.wrapping import say
 from ..options.values import unknown_names
-from ..wrapping import say
 from .flags import add_ends, add_model
 
 TARGETS = ("peft", "mlx", "merged", "gguf", "gguf-adapter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..machine import startup
-from ..wrapping import say
+from ..machine.wrapping import say
 from .flags import add_model
 
 HELP = "turn an adapter of PEFT into one of MLX"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..machine import startup
-from ..wrapping import say
+from ..machine.wrapping import say
 from .flags import add_ends, add_model
 
 HELP = "merge an adapter into its base model and write a full checkpoint"

@@ -6,8 +6,8 @@ import argparse
 from functools import partial
 
 from ..machine import startup
+from ..machine.wrapping import say
 from ..options.config import TrainConfig
-from ..wrapping import say
 from .flags import add_options, config_from, require
 
 HELP = "print the peak memory and live buffers of a training step, and the largest step that fits"

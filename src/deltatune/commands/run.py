@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from ..wrapping import say
+from ..machine.wrapping import say
 
 if TYPE_CHECKING:
     from ..patches import PatchReport

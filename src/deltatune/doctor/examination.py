@@ -15,9 +15,9 @@ from pathlib import Path
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..layers import LayerInfo, describe
 from ..machine import packages
+from ..machine.json_files import read_json
 from ..ops import operators
 from ..patches import PATCHES, patched
 from ..patches.verify import serving

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..machine.environment import expanded
+from ..machine.json_files import read_json
 from ..models.checkpoint_files import weight_headers
 from ..models.checkpoint_writer import write_ends, write_tokenizer_end
 from ..models.load import locate

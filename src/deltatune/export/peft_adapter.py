@@ -13,12 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..lora import adapters, load_adapters
 from ..lora.adapter import Adapter
 from ..lora.adapter_files import read_config
 from ..lora.select import MTP
 from ..lora.tensor_files import write_tensors
+from ..machine.json_files import read_json
 from ..models.adapted_base import load_base
 from ..models.checkpoint_writer import unwritten_ends
 from ..models.load import locate

@@ -14,11 +14,11 @@ import mlx.nn as nn
 from packaging.version import InvalidVersion, Version
 
 from ..errors import UserError, first_few
-from ..json_files import read_json
 from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
 from ..lora.convert import install_adapters, make_adapters
 from ..lora.weights import input_size
+from ..machine.json_files import read_json
 from ..models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ..models.load import load_model, load_vision_tower, locate
 from .expert_factors import Factors, from_early_peft, from_peft, split

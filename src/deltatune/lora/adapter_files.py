@@ -21,9 +21,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError, first_few
-from ..json_files import read_json
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
+from ..machine.json_files import read_json
 from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import arrays_of, is_finite
 from ..options.chat_template import checked_options

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import UserError
-from ..wrapping import for_stream
 from .atomic_files import write
 from .environment import cache_directory
+from .wrapping import for_stream
 
 # The rank among all of a run, as mlx.launch and Open MPI set it.
 _NUMBERS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")

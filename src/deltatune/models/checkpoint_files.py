@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..lora.tensor_files import Header, read_header
+from ..machine.json_files import read_json
 from ..options.values import short
 
 # Which tensor stands in which file, for checkpoints of several files.

@@ -17,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..lora.adapter_files import CONFIG, RUN_OPTIONS
 from ..lora.tensor_files import Header, StoredTensor, write_tensors
 from ..machine import atomic_files
 from ..machine.atomic_files import replace_file
+from ..machine.json_files import read_json
 from .checkpoint_files import INDEX, UNCHECKED_FORMATS, WEIGHTS, index_counts
 from .load import load_tokenizer, locate, plain_config
 

@@ -25,8 +25,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .. import upstream
 from ..errors import UserError, first_few, first_line, reason
-from ..json_files import read_json
 from ..machine.environment import expanded
+from ..machine.json_files import read_json
 from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.functional import arrays_of, is_floating
 from ..ops.random_state import drawing_from

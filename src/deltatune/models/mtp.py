@@ -17,8 +17,8 @@ import mlx.nn as nn
 from packaging.version import Version
 
 from ..errors import UserError, reason
-from ..json_files import read_json
 from ..lora.select import MTP
+from ..machine.json_files import read_json
 from ..upstream import draft_forward
 from .checkpoint_files import only_chosen, weight_headers
 from .transformers_configs import completed, text_part, with_known_type

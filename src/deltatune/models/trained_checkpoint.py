@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..json_files import read_json
 from ..lora.adapter_files import RUN_OPTIONS
 from ..lora.new_rows import grown_tables, plain_parameters
 from ..lora.tensor_files import Header, StoredTensor, write_tensors
 from ..machine import atomic_files
+from ..machine.json_files import read_json
 from ..ops.functional import arrays_of
 from .checkpoint_files import WEIGHTS, weight_headers
 from .checkpoint_writer import Changes, take_tensors, unwritten_ends, write_picture_options, write_rest

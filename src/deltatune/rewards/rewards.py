@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import UserError
+from ..machine.wrapping import say
 from ..options.config import TrainConfig
 from ..options.values import short
-from ..wrapping import say
 from .built_in import text_of
 from .reward_child import RewardChild
 from .reward_names import named

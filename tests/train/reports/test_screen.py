@@ -12,9 +12,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from deltatune.machine.wrapping import wrapped
 from deltatune.train.reports.columns import Columns, duration, sparkline
 from deltatune.train.reports.screen import Fact, Screen, fitted, gauge, line_of
-from deltatune.wrapping import wrapped
 
 RECORD = {
     "iteration": 12_000,

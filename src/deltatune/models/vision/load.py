@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UserError, reason
-from ...json_files import read_json
+from ...machine.json_files import read_json
 from ..checkpoint_files import only_chosen
 from ..transformers_configs import completed, refusing_config, with_joined_experts
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ...wrapping import wrapped
+from ...machine.wrapping import wrapped
 from ..preferences.objectives import line as figures_line
 from .columns import Columns, Record, duration, gigabytes, sparkline, three_digits
 from .log import REWARD, SAMPLES, is_right, tally

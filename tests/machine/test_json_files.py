@@ -8,8 +8,8 @@ import pytest
 from console import called
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
-from deltatune.json_fields import FIELDS, FieldKind
-from deltatune.json_files import check_fields, read_json
+from deltatune.machine.json_fields import FIELDS, FieldKind
+from deltatune.machine.json_files import check_fields, read_json
 
 
 def kinds(fields, path=()):

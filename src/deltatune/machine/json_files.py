@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
+from ..options.values import short
 from .json_fields import FIELDS, FieldKind, Fields
-from .options.values import short
 
 
 def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
