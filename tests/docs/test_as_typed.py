@@ -181,6 +181,9 @@ def trained(tmp_path_factory):
 def make_needed(words: list[str], trained) -> None:
     """Make the files that a command reads, as the commands above it on the page do."""
     model = words[words.index("--model") + 1]
+    if "--save-path" in words:
+        # A command further down the page may read it, so that it stands on the desk.
+        Path(words[words.index("--save-path") + 1]).unlink(missing_ok=True)
     data = "DIR" if Path("a.png").exists() else "my-data"
     if "--resume" in words:
         assert started([word for word in words if word != "--resume"]) == 0

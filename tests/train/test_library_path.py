@@ -104,11 +104,12 @@ RUNS = {
     },
 }
 GIVEN = {"model", "data", "hf_dataset", "adapter_path", "batch_size", "iters", "max_seq_length", "learning_rate"}
-# The options of rollouts, rewards and teachers: tests/train/rollouts, tests/rewards and tests/train/distillation.
+# The options of rollouts, rewards, teachers and heads of several tokens: tests/train/rollouts, tests/rewards,
+# tests/train/distillation and tests/train/test_mtp.py.
 JUDGED = {
     *("epsilon", "epsilon_high", "mask_truncated_completions", "max_completion_length", "min_p", "num_generations"),
     *("num_iterations", "reward_errors", "reward_funcs", "reward_timeout", "reward_weights", "sampler_correction"),
-    *("scale_rewards", "teacher", "temperature", "top_k", "top_p"),
+    *("scale_rewards", "teacher", "temperature", "top_k", "top_p", "lmbda", "mtp", "mtp_weight", "mtp_trunk_gradient"),
 }
 
 

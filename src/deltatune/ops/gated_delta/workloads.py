@@ -123,16 +123,16 @@ MODELS = (
 )
 
 
-def calls(shapes: Sequence[ShapeClass] = MODELS) -> list[Call]:
+def calls(shapes: Sequence[ShapeClass] = ()) -> list[Call]:
     """Return a call of each class of MODELS, or of other classes, with one token."""
-    return [Call.of_class(shape) for shape in shapes]
+    return [Call.of_class(shape) for shape in shapes or MODELS]
 
 
-def compare_chunk(shapes: Sequence[ShapeClass] = SMALL) -> list[Verdict]:
+def compare_chunk(shapes: Sequence[ShapeClass] = ()) -> list[Verdict]:
     """Compare `chunk` with the recurrence, on SMALL or other classes."""
 
     def verdict(shape: ShapeClass) -> Verdict:
         case = trial_case(shape, by_recurrence=True)
         return judged(case, implementation_of(shape, gated_delta_chunk), "chunk")
 
-    return [verdict(shape) for shape in shapes]
+    return [verdict(shape) for shape in shapes or SMALL]
