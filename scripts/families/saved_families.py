@@ -139,17 +139,13 @@ SAVED: dict[str, dict[str, Any]] = {
 WITH_STATES = {"qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 # Cases whose documents may not share a row, for their states, tables of positions, chunks or scales by position.
 UNPACKED = {
-    "falcon_h1",
     "gpt_bigcode",
-    "granitemoehybrid",
     "hunyuan_v1_dense",
     "jamba",
     "llama4",
     "mamba",
-    "mamba2",
     "minimax_m3_vl",
     "ministral3 yarn",
-    "nemotron_h",
 }
 # Families of which mlx-lm's model takes other keys, names or shapes than transformers writes.
 REFUSED: dict[str, dict[str, Any]] = {

@@ -15,7 +15,10 @@ from deltatune.export.peft_import import import_peft
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import ADAPTER_TOLERANCE, CASES, LOSS_TOLERANCE, ROUTE_LIMIT, STEPS, ParityRun
 
-FAMILIES = [name for name in CASES if "-" not in name]
+# PEFT refuses adapters of the output projections of Mamba's mixers, and wants a generation that torch's model of
+# bailing_moe_linear has not.
+LEFT_OUT = ("nemotron_h", "falcon_h1", "mamba2", "bailing_moe_linear")
+FAMILIES = [name for name in CASES if "-" not in name and name not in LEFT_OUT]
 
 
 @pytest.mark.oracle

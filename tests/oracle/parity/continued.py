@@ -25,7 +25,7 @@ from deltatune.train.batch_loss import chunked_loss
 REPLAYED = ("qwen3_5_moe", "kimi_linear")
 REPLAYED_STEPS = 9
 # Adapters whose training is well conditioned, and gives no token two experts of almost equal scores; others take 0.
-_DRAWS = {"bailing_hybrid": 5, "olmo_hybrid": 2, "qwen3_5": 2, "qwen3_5_moe": 1, "qwen3_next": 1}
+_DRAWS = {"bailing_hybrid": 5, "granitemoehybrid": 5, "olmo_hybrid": 2, "qwen3_5": 2, "qwen3_5_moe": 3, "qwen3_next": 1}
 # PEFT has gate and up of the experts as one matrix, whose further training is another one.
 _JOINED = ["*switch_mlp.gate_proj", "*switch_mlp.up_proj"]
 

@@ -12,7 +12,7 @@ from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, Par
 from deltatune.selftest.parity.recording import Difference
 
 from . import theirs, updates
-from .record import Reference, difference, one_thread
+from .record import TEXT, Reference, difference, one_thread
 from .rollouts import GENERATIONS, Case
 from .rollouts_theirs import attributes
 from .updates import MODEL
@@ -77,13 +77,13 @@ def train(case: Case, model: torch.nn.Module, parameters: theirs.Parameters) -> 
 
 def compare(case: Case) -> tuple[Difference, Reference]:
     """Run both sides from the same start and say how far they are apart."""
-    config, shapes = theirs.layout(MODEL)
+    config, shapes = TEXT.layout(MODEL)
     weights = MODEL.family.weights(shapes)
     with one_thread():
-        model = theirs.load(config, weights)
-        targets = theirs.targets(MODEL, model)
+        model = TEXT.load(config, weights)
+        targets = TEXT.targets(MODEL, model)
         adapters = initial_adapters(targets)
-        parameters = theirs.adapt(MODEL, model, adapters)
+        parameters = theirs.adapt(model, adapters, dora=False)
         initial = theirs.copied(parameters)
         base = Reference(config, weights, targets, initial, train(case, model, parameters), float("inf"))
     return difference(base, updates.run(case.config, config, weights, adapters)), base
