@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from deltatune.commands.export import export_adapter
 from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
 from deltatune.errors import UserError
-from deltatune.machine import backend
+from deltatune.machine import backend, packages
 from deltatune.models import mtp
 from deltatune.models.adapted_base import load
 from deltatune.models.drafts import stream_drafted
@@ -364,11 +365,13 @@ def test_what_the_head_needs(headed, monkeypatch):
     with pytest.raises(UserError, match="computes multi-token-prediction heads in another way"):
         mtp.two_ahead(model)
     monkeypatch.undo()
-    monkeypatch.setattr(mtp.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "mlx_vlm.speculative.drafters.mtp_split", None)
+    monkeypatch.setattr(packages, "versions", lambda names: {})
     with pytest.raises(UserError, match=r"mlx-vlm 0\.7\.10 or later, and none is installed"):
         mtp.add_head(model, headed)
     monkeypatch.undo()
-    monkeypatch.setattr(mtp.importlib.metadata, "version", lambda _: "0.7.9")
+    monkeypatch.delattr("mlx_vlm.speculative.drafters.mtp_split.MTPSplitter.load")
+    monkeypatch.setattr(packages, "versions", lambda names: {"mlx-vlm": "0.7.9"})
     with pytest.raises(UserError, match=r"and 0\.7\.9 is installed: pip install 'mlx-vlm>=0\.7\.10'"):
         mtp.add_head(model, headed)
 

@@ -6,18 +6,16 @@ head becomes a child of the model, so that adapters, saves, plans and digests tr
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from packaging.version import Version
 
 from ..errors import UserError, reason
 from ..lora.select import MTP
+from ..machine import packages
 from ..machine.json_files import read_json
 from ..upstream import draft_forward
 from .checkpoint_files import only_chosen, weight_headers
@@ -93,14 +91,18 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
 
 def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
     """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
-    installed = importlib.metadata.version("mlx-vlm") if importlib.util.find_spec("mlx_vlm") else None
-    if installed is None or Version(installed) < Version(_SINCE):
+    try:
+        from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter, get_mtp_splitter
+
+        loads = hasattr(MTPSplitter, "load")
+    except ImportError:
+        loads = False
+    if not loads:
+        installed = packages.versions(["mlx-vlm"]).get("mlx-vlm", "none")
         raise UserError(
-            f"mtp: the head's modules are those of mlx-vlm {_SINCE} or later, and {installed or 'none'} is installed: "
+            f"mtp: the head's modules are those of mlx-vlm {_SINCE} or later, and {installed} is installed: "
             f"pip install 'mlx-vlm>={_SINCE}'."
         )
-    from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
-
     config = with_known_type(completed(read_json(path / "config.json")))
     text = dict(text_part(config))
     rope = text.get("rope_parameters")

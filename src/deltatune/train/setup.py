@@ -227,7 +227,7 @@ def batch_order(examples: Sequence[Example], config: TrainConfig, world: World |
     more: dict[str, Any] = {"seed": config.seed, "packed": config.packs_data}
     if world is not None:
         more |= {"rank": world.rank, "world": world.size}
-    if config.loss == "distill" and config.lmbda:
+    if config.loss == "distill" and config.samples_answers:
         return AnsweredOrder(*of_order, answer=config.max_completion_length, **more)
     return BatchOrder(*of_order, **more)
 

@@ -100,7 +100,8 @@ def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
         for number, raw in enumerate(file, 1):
             if not any(part in raw for part in containing):
                 continue
-            if (row := parsed(raw, path, number)) is not None:
+            row = parsed(raw, path, number)
+            if row is not None:
                 yield f"{path}:{number}", row[0]
 
 
@@ -159,7 +160,8 @@ def load_hugging_face(
             f"hf_dataset {name}: trust_remote_code is refused: deltatune never runs code of a data set; remove it."
         )
     file = expanded(name)
-    options = options | ({"data_files": file.name} if file.is_file() else {})
+    if file.is_file():
+        options = options | {"data_files": file.name}
     path = str(file.parent.absolute()) if file.is_file() else _library_path(name, options)
     verbosity = datasets.logging.get_verbosity()
     bars = not datasets.are_progress_bars_disabled()
