@@ -65,18 +65,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Evaluation:
     """Computes the loss per token, or per preference, of `model`; it is compiled once for each batch shape.
 
-    Args:
-        model: The model.
-        loss: The loss.
-        world: The ranks of the run.
-        figures: The names of the figures that a preference loss reports besides its sums.
-        passes: Compute the loss of a batch with the model's layers one after another, where weights are not all in
-            memory.
-        layers: The model's layers, which a message names where their output is not finite.
-        weights: The store of their weights, where these stay on the disk.
-
-    Attributes:
-        figures: The means of the last evaluation, by name.
+    `names` are those of the figures that the loss reports besides its sums, and `figures` the means of the last
+    evaluation. `passes` compute a batch with the layers one after another, where `weights`, their store, keeps some on
+    the disk. A message names the layer whose output is not finite.
     """
 
     def __init__(
@@ -99,18 +90,11 @@ class Evaluation:
     def __call__(
         self, order: BatchOrder, batches: int = -1, between: Callable[[int, int], bool] | None = None
     ) -> float | None:
-        """Evaluate the first batches of `order`.
+        """Evaluate the first batches of `order`, all with -1.
 
-        Args:
-            order: The batches.
-            batches: How many batches are evaluated; -1 for all.
-            between: Is called after each batch with the batches done and their total; True ends the evaluation.
-
-        Returns:
-            The mean loss over the targets, over all ranks; nan without targets; None if `between` ended it.
-
-        Raises:
-            NoResultError: The loss of a batch is not finite on some rank. Every rank raises it.
+        `between` is called after each batch with the batches done and their total; True ends the evaluation. Returns
+        the mean loss over the targets, over all ranks: nan without targets, None if `between` ended it. Where the loss
+        of a batch is not finite on some rank, every rank raises NoResultError.
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
@@ -168,19 +152,9 @@ def say_loss(
     screen: Screen,
     weights: Store | None = None,
 ) -> float:
-    """Evaluate a model on `examples`, print and return the loss, and print its perplexity or figures.
+    """Evaluate a model on the examples of a split, print and return the loss, and print its perplexity or figures.
 
-    Args:
-        name: The split, as lines name it.
-        model: The model.
-        config: The options of the run.
-        examples: The examples of the split.
-        world: The ranks of the run.
-        screen: Where the lines are printed.
-        weights: Where layers read their weights, if these stay on the disk.
-
-    Raises:
-        NoResultError: The loss is not finite.
+    `weights` is the store of layers that stay on the disk. A loss that is not finite raises NoResultError.
     """
     if config.loss == "distill":
         # A test set measures what all runs measure, the cross-entropy of its answers.

@@ -42,12 +42,8 @@ class SampledAnswers:
 class AnswerSampler:
     """Samples answers to prompts with a model that trains, within patched(); check_covered() has let it pass.
 
-    Args:
-        loaded: The model, the mode of which is restored, and its tokenizer with the tokens that end an answer.
-        config: The options of the run.
-        rows: The largest number of answers that are sampled together.
-        positions: The largest number of positions of a prompt with its answer, which sizes the caches.
-        between: Is called between two tokens, and may leave the sampling by an error.
+    At most `rows` answers are sampled together, in caches of `positions`, the most of a prompt with its answer.
+    `between` is called between two tokens, and may leave the sampling by an error.
     """
 
     def __init__(self, loaded: Loaded, config: TrainConfig, rows: int, positions: int, between: Callable[[], None]):
@@ -61,14 +57,9 @@ class AnswerSampler:
         self._engine: BatchDecoder | None = None
 
     def __call__(self, prompts: Sequence[Example], key: mx.array) -> SampledAnswers:
-        """Sample `config.rows_each` answers to each prompt, one prompt after the other.
+        """Sample `config.rows_each` answers to each prompt, one prompt after the other; they depend on `key`.
 
-        Args:
-            prompts: The prompts.
-            key: The random key, on which the answers depend.
-
-        Raises:
-            NoResultError: The probability of a token is not finite.
+        A probability that is not finite raises NoResultError.
         """
         loaded = self._loaded
         model = loaded.model
@@ -101,11 +92,7 @@ class AnswerSampler:
 
 
 def check_covered(model: Any, config: TrainConfig) -> None:
-    """Refuse a model that the engine does not cover.
-
-    Raises:
-        UserError: It does not.
-    """
+    """Refuse a model that the engine does not cover, by a UserError."""
     if not has_row_caches(model):
         name = f"{type(model).__module__}.{type(model).__name__}"
         remedy = " Give lmbda: 0 to learn from the answers of the data alone." * (config.loss == "distill")
