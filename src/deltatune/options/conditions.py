@@ -46,7 +46,9 @@ TRAINING: Conditions = {
         "bits or less, a smaller batch_size or num_generations",
         lambda c, f: c.loss not in ("distill", "grpo")),
     "max_completion_length top_p top_k min_p": (
-        "with loss: grpo, or loss: distill and lmbda above 0", lambda c, f: c.samples_answers),
+        "where the model samples answers: with loss: grpo, or loss: distill and lmbda above 0, which takes those of "
+        "the data at 0",
+        lambda c, f: c.samples_answers),
     "num_generations epsilon epsilon_high num_iterations mask_truncated_completions sampler_correction": (
         "with loss: grpo", lambda c, f: c.loss == "grpo"),
     "scale_rewards": (

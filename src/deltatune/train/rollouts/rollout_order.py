@@ -75,7 +75,7 @@ def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExam
 
 @dataclass(frozen=True)
 class Scoring:
-    """Functions that give the log-probabilities [B, T] of a batch's targets by both models, in training's forward pass."""
+    """Functions that give the log-probabilities [B, T] of a batch's targets in training's forward pass."""
 
     policy: Callable[[Batch], np.ndarray]
     reference: Callable[[Batch], np.ndarray]
