@@ -44,14 +44,17 @@ def distillation_loss(
         inputs: mx.array, targets: mx.array, weights: mx.array, beside: Mapping[str, mx.array] | None = None
     ) -> tuple[mx.array, ...]:
         hidden = backbone(inputs)
-        # The sums that the model's routers collect are not for the teacher's.
-        with side_outputs.collecting(False):
-            known = mx.stop_gradient(teacher_backbone(inputs))
+        beside = beside or {}
+        known = beside.get("teacher")
+        if known is None:
+            # The sums that the model's routers collect are not for the teacher's.
+            with side_outputs.collecting(False):
+                known = mx.stop_gradient(teacher_backbone(inputs))
         beta = 1.0 if config.beta is None else config.beta
         sums = linear_divergence(
             head, hidden, (teacher_head, known), weights, beta=beta, temperature=config.temperature
         )
         # A batch of a run that samples answers has figures beside its arrays.
-        return sums if beside is None else (*sums, beside["figures"])
+        return (*sums, beside["figures"]) if "figures" in beside else sums
 
     return loss
