@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
+from ..models.batch_decoder import has_row_caches
 from ..models.load import Loaded
 from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vision.split import has_vision
@@ -271,6 +272,10 @@ class Trainer:
         data, config = self._train_order, self.config
         if not config.samples_answers:
             return PeekableOrder(data)
+        if not has_row_caches(self.model):
+            self.parts.screen.say(
+                "Sampling: by mlx-lm's BatchGenerator, since the attention has caches of other kinds."
+            )
         losses = trained.token_losses
         return sampled_order(self._answering, config, data, losses, self._rewards, ending, self.parts.world)
 

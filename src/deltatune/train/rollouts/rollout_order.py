@@ -288,7 +288,7 @@ class RolloutOrder:
         filled = [[documents[at] for at in row] for row in shared]
         batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed)
         placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
-        of_targets = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
+        of_targets: dict[str, Any] = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
         of_targets["advantages"] = np.zeros_like(batch.weights)
         places = _places(shared, documents)
         for number, place in zip(numbers, places, strict=True):
