@@ -24,11 +24,8 @@ from .load import Loaded
 
 @dataclass
 class DraftedResponse(GenerationResponse):
-    """A piece of an answer, as mlx-lm describes it, with the counts of drafts so far.
-
-    Attributes:
-        drafted: The number of tokens that the head has drafted.
-        accepted: The number of those that the model would have chosen itself.
+    """A piece of an answer, as mlx-lm describes it, with the tokens that the head has drafted so far, and how many of
+    those the model would have chosen itself.
     """
 
     drafted: int = 0
@@ -38,14 +35,8 @@ class DraftedResponse(GenerationResponse):
 def stream_drafted(loaded: Loaded, prompt: Sequence[int], max_tokens: int) -> Generator[DraftedResponse, None, None]:
     """Generate the likeliest answer piece by piece; its tokens are those of generate.stream() in exact arithmetic.
 
-    Args:
-        loaded: The model with its head (mtp.add_head), and its tokenizer.
-        prompt: The prompt's tokens.
-        max_tokens: The largest number of tokens in the answer.
-
-    Raises:
-        NotFiniteError: The probability of the first token is not finite.
-        UserError: mlx-vlm has no model of the same parameters.
+    The model has its head (mtp.add_head). UserError where mlx-vlm has no model of the same parameters, and
+    NotFiniteError for the probability of the first token.
     """
     with without_kernels(), patched(), undisturbed(loaded.model):
         responses = finite(_responses(loaded, prompt, max_tokens), prompt)

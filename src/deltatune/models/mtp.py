@@ -32,13 +32,8 @@ _SINCE = "0.7.10"
 def add_head(model: nn.Module, path: Path) -> None:
     """Add the head of a checkpoint to its model in place, as the child `mtp`, in inference mode.
 
-    Args:
-        model: The model of the checkpoint, loaded through mlx-lm.
-        path: The checkpoint folder.
-
-    Raises:
-        UserError: The checkpoint has no head that can be trained, its tensors do not fit, mlx-vlm is not installed, or
-            the model was loaded for images.
+    UserError: the model was loaded for images, no head in it can be trained, its tensors do not fit, or mlx-vlm lacks
+    it.
     """
     if has_vision(model):
         raise UserError("mtp: the head of a model trains on text, and the data have images; leave those rows out.")
@@ -72,9 +67,6 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
     The function takes the hidden states [B, T, D] of the model behind its last norm and the token behind each position
     [B, T]. It returns [B, T, D], of which the model's own output head makes the logits of the tokens after those.
     Documents of packed rows are kept apart as in the model.
-
-    Raises:
-        UserError: The installed mlx-vlm has no such head.
 
     Source: https://arxiv.org/abs/2412.19437, section 2.2; mlx_vlm.speculative.drafters.
     """
