@@ -265,7 +265,7 @@ def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
         for prompt in range(3):
             tokens = loaded.tokenizer.encode(f"question {prompt} dog")
             plain = list(stream(loaded, tokens, 24, Sampling()))
-            with_drafts = list(stream_drafted(loaded, tokens, 24))
+            with_drafts = list(stream_drafted(loaded, tokens, 24, Sampling()))
             assert [piece.token for piece in with_drafts] == [piece.token for piece in plain]
             assert "".join(piece.text for piece in with_drafts) == "".join(piece.text for piece in plain)
             last, expected = with_drafts[-1], plain[-1]
@@ -278,6 +278,23 @@ def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
     assert shares[0] > 0.5 > 0.2 > shares[1]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.2, min_p=0.02, top_k=20)])
+def test_a_sampled_answer_has_the_tokens_of_its_seed(headed, drafting, sampling):
+    """Each token is drawn from the model's own distribution by a key of the undrafted answer, right draft or wrong."""
+    loaded = load(headed, drafting, mtp=True)
+    tokens = loaded.tokenizer.encode("question 3 dog")
+    accepted = steps = 0
+    for seed in range(3):
+        answers = []
+        for answer in (stream, stream_drafted):
+            mx.random.seed(seed)
+            answers.append(list(answer(loaded, tokens, 24, sampling)))
+        assert [piece.token for piece in answers[1]] == [piece.token for piece in answers[0]]
+        accepted += answers[1][-1].accepted
+        steps += answers[1][-1].steps
+    assert 0 < accepted < 2 * steps
+
+
 def test_the_command_line_drafts(headed, drafting, data_folder):
     model = ["--model", headed, "--adapter-path", drafting]
     asked = ["generate", *model, "--prompt", "question 3 dog dog", "-m", 20]
@@ -288,11 +305,18 @@ def test_the_command_line_drafts(headed, drafting, data_folder):
     plain, drafted = (deltatune("eval", *model, "--data", data_folder, *more) for more in ([], ["--draft"]))
     loss = re.search(r"Test loss [\d.]+, test perplexity \d+\.\d+", plain.stdout)[0]
     assert re.search(rf"{re.escape(loss)}, mtp loss [\d.]+, accepted 0\.\d+\.", drafted.stdout)
+    speeds = r": ([\d.]+) tokens accepted a step, ([\d,.]+) tokens/s; without drafts ([\d,.]+) tokens/s"
+    accepted, *both = re.search(rf"prompts of the test set{speeds}", drafted.stdout).groups()
+    assert 0.5 < float(accepted) <= 2
+    assert all(float(speed.replace(",", "")) > 0 for speed in both)
+    assert "without drafts" not in plain.stdout
 
 
 REFUSED_DRAFTS = {
-    "sampled": (["generate", "--prompt", "a", "--temp", "0.5"], "--draft: read only with --temp 0"),
-    "within a bound of memory": (["generate", "--prompt", "a", "--memory", "1GB"], "--draft: read only with --temp 0"),
+    "within a bound of memory": (
+        ["generate", "--prompt", "a", "--memory", "1GB"],
+        "--draft: read only without --mem",
+    ),
     "on tasks": (["eval", "--tasks", "arc_easy"], "--draft: read only without --tasks"),
     "evaluated within a bound": (["eval", "--data", "none", "--memory", "1GB"], "leave --memory out"),
 }
@@ -312,7 +336,7 @@ def test_another_model_has_no_drafts(headed, checkpoint):
     loaded = load(headed, mtp=True)
     loaded.model.language_model["more"] = nn.Linear(2, 2)
     with pytest.raises(UserError, match="other parameters than mlx_lm"):
-        list(stream_drafted(loaded, [5, 6], 2))
+        list(stream_drafted(loaded, [5, 6], 2, Sampling()))
     done = called("generate", "--model", checkpoint, "--draft", "--prompt", "a")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "has no multi-token-prediction head" in done.stderr

@@ -51,7 +51,7 @@ class Sampling:
 
 
 def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> Generator[Any, None, None]:
-    """Yield mlx-lm's responses with the `text` of each piece; the last one has speeds, counts and `finish_reason`, too."""
+    """Yield mlx-lm's responses with the `text` of each piece; the last has speeds, counts and `finish_reason`, too."""
     # Building kernels would take longer than an answer takes without them; on CUDA every process builds them anew.
     with without_kernels(), patched():
         responses = stream_generate(

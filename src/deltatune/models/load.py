@@ -120,7 +120,7 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
 
 
 def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
-    """Load a checkpoint's model through mlx-vlm, lazily; `why` is a clause with the reason, with which messages begin."""
+    """Load a checkpoint's model through mlx-vlm, lazily; messages begin with `why`, a clause with the reason."""
     return _vision_model(path, _vision_config(path, why), lazy=True)
 
 

@@ -54,7 +54,7 @@ class TrainedCheckpoint:
             self.note = f"{FILE} will have MLX's names, and only the tensors that this run loads: {error}"
 
     def write(self, folder: Path, options: Mapping[str, Any]) -> None:
-        """Write the present values into a folder, file by file, with the run's options for those who export the result."""
+        """Write the present values into a folder, file by file, with the run's options for exports."""
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_file(folder / FILE, self._write_weights)
         write_rest(self._base, folder, self._config, self._ends)

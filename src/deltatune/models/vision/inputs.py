@@ -62,7 +62,7 @@ class Picture:
 
 
 class ImageShapes(NamedTuple):
-    """The numbers of a batch's frames, and of the patches in each, padding included, and of positions without a loss."""
+    """The numbers of a batch's frames and of the patches in each, padding included, and of positions without a loss."""
 
     frames: int
     patches: int

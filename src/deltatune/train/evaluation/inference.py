@@ -52,7 +52,7 @@ class Inference:
         chat: Whether answers end where the chat template ends them, too.
         extra_ends: Further tokens that end an answer.
         weights: The store from which the model's layers read their weights; None where all stay in memory.
-        draft: Whether the model's multi-token-prediction head drafts the likeliest answers.
+        draft: Whether the model's multi-token-prediction head drafts answers.
 
     Attributes:
         loaded: The model, and its tokenizer with these ends.
@@ -150,7 +150,7 @@ class Inference:
         tokens = prompt.tokens
         pictures = prompt.pictures
         if self._draft:
-            return stream_drafted(self.loaded, tokens, max_tokens)
+            return stream_drafted(self.loaded, tokens, max_tokens, sampling)
         if self.loaded.processor is None:
             return stream(self.loaded, tokens, max_tokens, sampling)
         images = pictures.images if pictures else []
