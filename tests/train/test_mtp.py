@@ -31,10 +31,11 @@ from deltatune.train import Trainer
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare, ready, training
+from saved_adapters import moved
 from transformers_saves import write_as_transformers
 
 pytest.importorskip("mlx_vlm", minversion="0.7.10")
-from mtp_heads import with_head
+from mtp_heads import headed_save, with_head
 
 
 @pytest.fixture(scope="session")
@@ -114,13 +115,27 @@ def test_a_continued_run_has_the_bits_of_a_straight_one(heads, tmp_path):
     assert len({(tmp_path / name / "adapters.safetensors").read_bytes() for name in ("straight", "out")}) == 1
 
 
-def test_packed_documents_have_the_gradients_that_they_have_alone(headed):
+@pytest.fixture(scope="module")
+def families(headed, tmp_path_factory):
+    """families(name) -> the checkpoint of a family, with a head."""
+    folders = {"qwen3_5": headed}
+
+    def folder(family):
+        if family not in folders:
+            folders[family] = headed_save(family, tmp_path_factory.mktemp("families") / family, headed)
+        return folders[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_packed_documents_have_the_gradients_that_they_have_alone(families, family):
     """No prediction crosses into the next document, and the head sees no other."""
+    headed = families(family)
     config = TrainConfig(mtp="only", pack=True, lora_parameters=LoraConfig(rank=2))
     model = load(headed, mtp=True).model
     prepare(model, config)
-    mx.random.seed(1)
-    model.update({"mtp": {"fc": {"lora_b": mx.random.normal(model.mtp.fc.lora_b.shape)}}})
+    moved(model, seed=1)
     sizes = {9: 14, 40: 9, 70: 2}
     documents = [Example(tuple(range(at, at + size)), (0,) + (1,) * (size - 1), "") for at, size in sizes.items()]
     with training(model, config) as trained:
@@ -213,6 +228,26 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
     assert any(name.startswith("mtp.layers.0.mlp.") for name in merge.changed)
     adapted, merged = (load(*paths, mtp=True).model for paths in ((folder, tmp_path / "out"), (tmp_path / "merged",)))
     assert mx.allclose(*(mtp.two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_other_families_train_merge_and_draft(heads, families, tmp_path, read_metrics, family):
+    """Their tensors are stored as released checkpoints have them, an expert each."""
+    folder = families(family)
+    heads(model=str(folder), iters=8).run()
+    records = [record for record in read_metrics(tmp_path / "out") if "val_loss" in record]
+    assert records[-1]["val_mtp_loss"] < records[0]["val_mtp_loss"]
+    merge = merge_checkpoint(folder, tmp_path / "out", tmp_path / "merged")
+    assert any(name.startswith("mtp.") and ".experts.3.up_proj" in name for name in merge.changed)
+    adapted, merged = (load(*paths, mtp=True) for paths in ((folder, tmp_path / "out"), (tmp_path / "merged",)))
+    hidden, tokens = mx.random.normal((1, 5, 48)), mx.array([[5, 6, 7, 8, 9]])
+    assert mx.allclose(*(mtp.two_ahead(each.model)(hidden, tokens) for each in (adapted, merged)), atol=1e-5)
+    for loaded, sampling in ((adapted, Sampling()), (adapted, Sampling(0.8)), (merged, Sampling())):
+        answers = []
+        for answer in (stream, stream_drafted):
+            mx.random.seed(1)
+            answers.append([piece.token for piece in answer(loaded, [5, 6, 7, 8], 12, sampling)])
+        assert answers[0] == answers[1]
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
@@ -366,6 +401,7 @@ def test_a_checkpoint_without_a_head(checkpoint, data_folder):
     done = called("train", "--model", checkpoint, "--data", data_folder, "--mtp")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"mtp: model {checkpoint} (qwen3_5) has no multi-token-prediction head that can be trained" in done.stderr
+    assert "of a Qwen3.5, Qwen3-Next or Nemotron-H model" in done.stderr
 
 
 @pytest.mark.bad_input("a multi-token-prediction head with tensors that are missing or misshapen")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 from mlx_lm.generate import GenerationResponse
 
@@ -120,7 +121,7 @@ def _tokens(
     text = {"position_ids": mx.arange(len(prompt))[None], "rope_deltas": mx.zeros((1, 1), mx.int32)}
     wanted = {"return_hidden": True, "return_shared_kv": True, "skip_logits": True}
     output = target(rows, cache=cache, **text, **wanted)
-    logits = target.speculative_logits_from_hidden(output.hidden_states[-1][:, -1]).astype(mx.float32)
+    logits = target.speculative_logits_from_hidden(output.hidden_states[-1][:, -1:])[:, 0].astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     sampler = sampling.sampler()
@@ -146,19 +147,70 @@ def _tokens(
 def _target(model: nn.Module, head: Any) -> Any:
     """Build mlx-vlm's language model, whose caches can take tokens back, of the modules of `model` themselves."""
     text = head.config.text_config
-    family = "qwen3_5_moe" if getattr(text, "num_experts", 0) else "qwen3_5"
+    # The module of its config stands beside the module of the model.
+    package = type(text).__module__.rpartition(".")[0]
     with drawing_from(mx.random.key(0)):
-        target = importlib.import_module(f"mlx_vlm.models.{family}.language").LanguageModel(text)
+        target = importlib.import_module(f"{package}.language").LanguageModel(text)
     ours: Any = model.get("language_model", model)
     modules = dict(ours.named_modules())
     single = [path for path, module in target.named_modules() if path in modules and not module.children()]
-    target.update_modules(tree_unflatten([(path, modules[path]) for path in single]))
-    parameters = arrays_of(ours.parameters())
+    parts = _joint_parts(modules)
+    target.update_modules(tree_unflatten([*((path, modules[path]) for path in single), *parts.items()]))
+    elsewhere = (f"{MTP}.", *(f"{path.rpartition('.')[0]}.{name}." for path in parts for name in _JOINT))
+    parameters = {name: array for name, array in arrays_of(ours.parameters()).items() if not name.startswith(elsewhere)}
     if arrays_of(target.parameters()).keys() != parameters.keys():
         raise UserError(
-            f"--draft: mlx-vlm's model of {family} has other parameters than {type(ours).__module__}, so it cannot "
+            f"--draft: {package} has other parameters than {type(ours).__module__}, so it cannot "
             "check drafts; leave --draft out."
         )
     target.load_weights(list(parameters.items()))
     target.eval()
     return target
+
+
+# Qwen3-Next's layers project all of a key head's parts together, where Qwen3.5's have a module for each part.
+_JOINT = ("in_proj_qkvz", "in_proj_ba")
+
+
+class _Joint:
+    """A projection that is computed once for the parts that read the same array one after another."""
+
+    def __init__(self, projection: Callable[[mx.array], mx.array]):
+        self._projection = projection
+        self._last: list[mx.array] = []
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not self._last or self._last[0] is not x:
+            self._last = [x, self._projection(x)]
+        return self._last[1]
+
+
+class _Part(nn.Module):
+    """Some columns of the output of a joint projection, which is no child of this module."""
+
+    def __init__(self, joint: _Joint, columns: Sequence[np.ndarray]):
+        super().__init__()
+        self._joint = joint
+        self._columns = mx.array(np.concatenate([part.reshape(-1) for part in columns]))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._joint(x)[..., self._columns]
+
+
+def _joint_parts(modules: Mapping[str, Any]) -> dict[str, _Part]:
+    """Return the projections of Qwen3.5's gated-delta layers, by path, that Qwen3-Next's joint ones stand for."""
+    parts: dict[str, _Part] = {}
+    for path, layer in modules.items():
+        if not all(f"{path}.{name}" in modules for name in _JOINT):
+            continue
+        heads, keys = layer.num_k_heads, layer.head_k_dim
+        group = layer.num_v_heads // heads
+        values = group * layer.head_v_dim
+        qkvz = np.split(np.arange(heads * 2 * (keys + values)).reshape(heads, -1), np.cumsum([keys, keys, values]), 1)
+        b, a = np.split(np.arange(heads * 2 * group).reshape(heads, -1), 2, 1)
+        of_qkvz, of_ba = (_Joint(modules[f"{path}.{name}"]) for name in _JOINT)
+        parts[f"{path}.in_proj_qkv"] = _Part(of_qkvz, qkvz[:3])
+        parts[f"{path}.in_proj_z"] = _Part(of_qkvz, qkvz[3:])
+        parts[f"{path}.in_proj_b"] = _Part(of_ba, [b])
+        parts[f"{path}.in_proj_a"] = _Part(of_ba, [a])
+    return parts

@@ -23,8 +23,8 @@ from .transformers_configs import completed, text_part, with_known_type
 from .vision.split import has_vision
 from .vocabulary import token_tables
 
-# The families of models whose heads were trained in tests.
-_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+# The model types with heads that tests train.
+_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
 # The first mlx-vlm that loads a head beside its model.
 _SINCE = "0.7.10"
 
@@ -74,15 +74,28 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
     embedding = next(iter(token_tables(model).values()))
     forward = draft_forward(head)
 
-    def run(hidden: mx.array, following: mx.array) -> mx.array:
-        positions = mx.arange(hidden.shape[1])[None]
-        return forward(embedding(following), hidden, [None] * len(head.layers), positions)
-
-    return run
+    return lambda hidden, following: forward(embedding(following), hidden, following)
 
 
 def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
     """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
+    splitter, config = reader_of(path)
+    text = config["text_config"]
+    of_family = splitter is not None and config["model_type"] in _FAMILIES
+    headers = weight_headers(path).values() if of_family else ()
+    holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
+    if not holding:
+        raise UserError(
+            f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
+            "tensors mtp.* of a Qwen3.5, Qwen3-Next or Nemotron-H model were expected. Converted checkpoints often "
+            "lack them: take the original model, or leave mtp out."
+        )
+    of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
+    return splitter, config, of_mlx
+
+
+def reader_of(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return mlx-vlm's reader of heads of a checkpoint's family, None for one without, and the config.json for it."""
     try:
         from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter, get_mtp_splitter
 
@@ -103,15 +116,4 @@ def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
         half = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
         text["rope_parameters"] = {"type": "default", **rope, "mrope_section": [half, 0, 0]}
     config = {**config, "text_config": text}
-    splitter: Any = get_mtp_splitter(source_config=config)
-    of_family = splitter is not None and config["model_type"] in _FAMILIES
-    headers = weight_headers(path).values() if of_family else ()
-    holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
-    if not holding:
-        raise UserError(
-            f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
-            "tensors mtp.* of a Qwen3.5 model were expected. Converted checkpoints often lack them: take the original "
-            "model, or leave mtp out."
-        )
-    of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
-    return splitter, config, of_mlx
+    return get_mtp_splitter(source_config=config), config

@@ -45,6 +45,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 _KINDS = {
     "granitemoehybrid": {"linear_attention": "mamba", _FULL: "attention"},
     "jamba": {"linear_attention": "mamba", _FULL: "attention"},
+    "nemotron_h": {"linear_attention": "mamba", _FULL: "attention"},
 }
 # The errors of a class of transformers for a config that it was not made for.
 _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
@@ -220,7 +221,7 @@ def _part(
         # Granite's hybrids without rotary positions; mlx-lm takes every other value for rotary ones.
         complete["position_embedding_type"] = "nope"
     names = _KINDS.get(part.get("model_type", ""), {})
-    for key in ("layer_types", "layers_block_type"):
+    for key in ("layer_types", "layers_block_type", "mtp_layers_block_type"):
         if isinstance(complete.get(key), list):
             complete[key] = [names.get(kind, kind) for kind in complete[key]]
     if isinstance(part.get("sliding_window_pattern"), int) and isinstance(renamed.get("sliding_window_pattern"), str):
