@@ -184,13 +184,15 @@ def test_exports_leave_the_head_out(heads, headed, tmp_path):
     adapter = tmp_path / "out"
     with pytest.raises(ValueError, match=r"mtp\.fc\.lora_a: not an adapter parameter in the model"):
         mlx_lm.load(str(headed), adapter_path=str(adapter))
-    export_adapter("mlx", headed, adapter, tmp_path / "mlx")
+    left_out = "The updates of the multi-token-prediction head are left out, since {} has no class"
+    lines = export_adapter("mlx", headed, adapter, tmp_path / "mlx")
+    assert any(left_out.format("mlx-lm") in line for line in lines)
     tokens = mx.array([[5, 6, 7, 8]])
     theirs, _ = mlx_lm.load(str(headed), adapter_path=str(tmp_path / "mlx"))
     assert mx.allclose(theirs(tokens), load(headed, adapter).model(tokens), atol=1e-5)
     assert not mx.allclose(theirs(tokens), load(headed).model(tokens), atol=1e-3)
     lines = export_adapter("peft", headed, adapter, tmp_path / "peft")
-    assert any("updates of the multi-token-prediction head are left out" in line for line in lines)
+    assert any(left_out.format("transformers") in line for line in lines)
     tensors = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
     assert tensors
     assert not any("mtp" in name for name in tensors)
@@ -259,8 +261,9 @@ def test_the_plan_holds_the_head(headed):
         prepare(model, config)
         peaks.append(forecast_step(model, config, BatchShape(4, 128), layout).bytes.amount)
     held = sum(array.nbytes for _, array in tree_flatten(model.mtp.parameters()))
-    # Beside its weights, the head holds the saved tensors of a layer.
-    assert held < peaks[1] - peaks[0] < 0.6 * peaks[0]
+    # Beside its weights, the head holds the saved tensors of a layer, of which these are a few.
+    row_of_saved = 4 * 128 * 64 * 4
+    assert held + 8 * row_of_saved < peaks[1] - peaks[0] < 0.6 * peaks[0]
 
 
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):

@@ -252,6 +252,16 @@ def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
     return save_path
 
 
+def head_notes(adapter_path: str | Path, reader: str) -> list[str]:
+    """Return a note where `reader` has no place for the updates of a head that an adapter holds; else an empty list."""
+    if all(part_of(name) != MTP for name in read_header(Path(adapter_path) / WEIGHTS).tensors):
+        return []
+    return [
+        f"The updates of the multi-token-prediction head are left out, since {reader} has no class for it; export --to "
+        "merged carries them."
+    ]
+
+
 def options_of(directory: Path) -> dict[str, Any]:
     """Read the options of the run that wrote an adapter, or a whole model, into `directory`."""
     path = directory / RUN_OPTIONS

@@ -16,9 +16,9 @@ import mlx.nn as nn
 from ..errors import UserError, reason
 from ..lora.select import MTP
 from ..machine import packages
-from ..machine.json_files import read_json
 from ..upstream import draft_forward
 from .checkpoint_files import only_chosen, weight_headers
+from .load import plain_config
 from .transformers_configs import completed, text_part, with_known_type
 from .vision.split import has_vision
 from .vocabulary import token_tables
@@ -108,7 +108,7 @@ def reader_of(path: Path) -> tuple[Any, dict[str, Any]]:
             f"mtp: the head's modules are those of mlx-vlm {_SINCE} or later, and {installed} is installed: "
             f"pip install 'mlx-vlm>={_SINCE}'."
         )
-    config = with_known_type(completed(read_json(path / "config.json")))
+    config = with_known_type(completed(plain_config(path, trust_remote_code=False)))
     text = dict(text_part(config))
     rope = text.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" not in rope:
