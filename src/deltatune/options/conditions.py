@@ -107,8 +107,8 @@ TASKS: Conditions = {
 #: Of `generate` and `chat`.
 ANSWERS: Conditions = {
     "draft": (
-        "with --temp 0, and without --memory, --image and --video",
-        lambda o: o.temp == 0 and o.memory is None and not vars(o).get("image") and not vars(o).get("video")),
+        "without --memory, --image and --video",
+        lambda o: o.memory is None and not vars(o).get("image") and not vars(o).get("video")),
     "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
     "fps video_max_frames": ("with --video", lambda o: o.video),
     "chat_template_config tools": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),

@@ -111,7 +111,7 @@ class Inference:
         tokens = prompt.tokens
         pictures = prompt.pictures
         if self._draft:
-            return stream_drafted(self.loaded, tokens, max_tokens)
+            return stream_drafted(self.loaded, tokens, max_tokens, sampling)
         if self.loaded.processor is None:
             return stream(self.loaded, tokens, max_tokens, sampling)
         images = pictures.images if pictures else []
