@@ -30,17 +30,11 @@ _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
 
 
 def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
-    """Replace the function of each record, in every loaded module that holds it.
+    """Replace the function of each record, in every loaded module that holds it; report it, and every one left alone.
 
-    Functions of modules that are not imported yet are replaced when those are imported. Applying twice gives the
-    replacement to modules that were loaded in between. warn() names the functions left alone.
-
-    Args:
-        patches: The records. Of several for one target, the first that fits the installed function is applied.
-        announce: Is called with a further report whenever a module that was waited for is imported.
-
-    Returns:
-        A report of the replacements.
+    Of several records for one target, the first that fits is applied. Functions of modules that are not imported yet
+    are replaced when those are imported, and `announce` is called with a further report. Applying twice gives the
+    replacement to modules that were loaded in between.
     """
     report, targets = PatchReport(), _by_target(patches)
     for target, records in targets.items():

@@ -42,13 +42,8 @@ def gated_delta_chunk(
     """Compute the chunkwise form, with a hand-derived backward pass. Arguments and results are those of `gated_delta`.
 
     Without `beta` they are those of `linear_attention`. With one gate per head, `products` multiply. It runs on every
-    device and in mx.vmap, mx.compile and mx.checkpoint.
-
-    Raises:
-        NotImplementedError: A second derivative is taken.
-
-    Source:
-        arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md in this folder.
+    device and in mx.vmap, mx.compile and mx.checkpoint; a second derivative raises NotImplementedError. Sources: arXiv
+    2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md in this folder.
     """
     batch, length, value_heads, value_size = v.shape
     inputs = input_of(q, k, v)

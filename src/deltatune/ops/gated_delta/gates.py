@@ -8,19 +8,10 @@ import mlx.core as mx
 def effective_gates(
     log_g: mx.array, written: mx.array, mask: mx.array | None, segments: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """Return log_g and beta under which a masked step does nothing and a new segment starts from a zero state.
+    """Return log_g in fp32 and beta under which a masked step does nothing and a new segment starts from a zero state.
 
-    A masked step gets gate 1 and beta 0 (without beta, v = 0). The first step of a segment gets gate 0, whether it is
-    masked or not. All are constants, so no gradient reaches log_g, beta or v there.
-
-    Args:
-        log_g: [B, T, Hv] or [B, T, Hv, Dk].
-        written: beta [B, T, Hv] or, for linear attention, v [B, T, Hv, Dv].
-        mask: [B, T] booleans, False where a step is skipped, or None.
-        segments: [B, T] integers that change where a document starts, or None.
-
-    Returns:
-        log_g in fp32 and `written`, in their own shapes.
+    A masked step gets gate 1 and beta 0 (without beta, `written` is v, which becomes 0). The first step of a segment
+    gets gate 0, whether it is masked or not. All are constants, so no gradient reaches log_g, beta or v there.
     """
     log_g = log_g.astype(mx.float32)
     if mask is not None:

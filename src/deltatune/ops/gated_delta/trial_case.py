@@ -80,10 +80,7 @@ class ShapeClass:
 def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH) -> Case[Implementation]:
     """Return the case of a class of calls, forward and backward, with gates of every kind.
 
-    Args:
-        shape: The class of calls.
-        by_recurrence: Whether the truth comes from naive, and not from chunk; either computes it in fp32 on the CPU.
-        length: Tokens.
+    The truth comes from chunk or, `by_recurrence`, from naive; either computes it in fp32 on the CPU.
     """
     drawn = Arguments.drawn(shape, length)
     reference = implementation_of(shape, gated_delta_naive if by_recurrence else gated_delta_chunk)
@@ -120,13 +117,10 @@ def implementation_of(shape: ShapeClass, function: Implementation) -> Implementa
 def differentiated(
     function: Implementation, primals: Sequence[mx.array], constants: dict[str, Any], cotangents: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Return y, the final state and the gradients of the float arguments, not computed yet.
+    """Return y, the final state and the gradients of `primals`, not computed yet.
 
-    Args:
-        function: Called as `gated_delta` is, or as `linear_attention`.
-        primals: Those arguments, of which the initial state is the last.
-        constants: The mask and the segments.
-        cotangents: The gradients of y and of the final state.
+    The last of the primals is the initial state; `constants` are mask and segments, and `cotangents` the gradients of y
+    and of the final state. `function` is called as `gated_delta` is, or as `linear_attention`.
     """
 
     def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
@@ -138,14 +132,10 @@ def differentiated(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a case.
+    """The arguments of a case, for the implementation, in its dtype, and for the reference, a few heads in fp32.
 
-    Attributes:
-        primals, cotangents: The arrays for the implementation, in its dtype.
-        reference_primals, reference_cotangents: The arrays for the reference, a few heads in fp32.
-        constants: The mask and the segments.
-        names: The names of the primals.
-        key_heads, value_heads: Which of the reference's heads each of the implementation's copies.
+    `constants` are mask and segments, `names` those of the primals; `key_heads` and `value_heads` say which of the
+    reference's heads each of the implementation's copies.
     """
 
     primals: list[mx.array]

@@ -31,13 +31,7 @@ from .trial_case import (
 
 @dataclass(frozen=True)
 class Workload:
-    """A class of calls, of two rows, of which the last has slow gates.
-
-    Attributes:
-        name: The workload's name.
-        shape: The class.
-        length: Tokens.
-    """
+    """A class of calls, of two rows of `length` tokens, of which the last has slow gates."""
 
     name: str
     shape: ShapeClass

@@ -32,8 +32,7 @@ STATE = "packed documents start without a state; pass no cache with segments."
 def _decodes(state: mx.array | None) -> bool:
     """Whether a call with this state is one of a decoder, and not of a layer that runs piece by piece.
 
-    Raises:
-        ValueError: A state is given while documents are packed, and not by a piece of the same row.
+    A state that is given while documents are packed, and not by a piece of the same row, raises ValueError.
     """
     told = trace.current()
     if state is not None and told.segments is not None and told.piece is None:
