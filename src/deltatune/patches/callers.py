@@ -22,7 +22,7 @@ _ROW = 512
 
 @contextmanager
 def noting() -> Iterator[list[NotedCall]]:
-    """Note every call of a patched function within a `with` block in a list. Calls inside it do not count outside it."""
+    """Note every call of a patched function within a `with` block in a list. Calls inside it do not count outside."""
     calls: list[NotedCall] = []
     with dispatch.having(callers=calls, recurrences=Counter(), attentions=Counter()):
         yield calls

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.gated_delta import gated_delta, native
-from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.choice import OPERATOR
+from ..ops.gated_delta.trial_case import Call
 from ..ops.operator import candidates
 from ..ops.pointwise import gating
 from ..ops.tracing import dispatch, trace

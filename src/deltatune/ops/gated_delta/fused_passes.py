@@ -26,7 +26,7 @@ RESULTS = 2
 
 @dataclass(frozen=True)
 class FusedPasses:
-    """The passes of a kind of calls: with or without an initial state, mask, segments, a gate per key channel, a beta."""
+    """The passes of a kind of calls, with or without initial state, mask, segments, gates per channel, and beta."""
 
     tiling_of_call: TilingOfCall
     stateful: bool

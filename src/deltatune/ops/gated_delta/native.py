@@ -6,7 +6,7 @@ import mlx.core as mx
 from packaging.version import Version
 
 from ...machine import backend
-from .gates import effective_gates
+from .chunk import effective_gates
 
 VERSION: str = mx.__version__  # type: ignore[attr-defined]
 # The first version of mlx with a gradient of the operator.

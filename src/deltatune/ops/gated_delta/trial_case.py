@@ -1,4 +1,4 @@
-"""The case on which an implementation is tried before its first use for a class of calls."""
+"""Classes of calls, and the case on which an implementation is tried before its first use for a class."""
 
 from __future__ import annotations
 
@@ -75,6 +75,47 @@ class ShapeClass:
         options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
         beta = [] if self.beta in ("float32", "") else [f"beta in {self.beta}"]
         return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call that decide which implementation can serve it; without beta, of linear attention."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    log_g: mx.array
+    masked: bool
+    segmented: bool
+    beta_dtype: mx.Dtype | None = mx.float32
+
+    @property
+    def erases(self) -> bool:
+        """Whether the call is one of gated_delta."""
+        return self.beta_dtype is not None
+
+    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
+        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
+        heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
+        dtype = str(self.v.dtype).removeprefix("mlx.core.")
+        options = self.masked, self.segmented, self.log_g.ndim == 4
+        rates = str(beta).removeprefix("mlx.core.") if self.erases else ""
+        return ShapeClass(*heads, dtype, *options, tiling, rates)
+
+    @staticmethod
+    def of_class(shape: ShapeClass) -> Call:
+        """Return a call of a class, with one token."""
+        dtype = getattr(mx, shape.dtype)
+        q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
+        v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
+        gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
+        beta = mx.float32 if shape.erases else None
+        return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented, beta)
+
+    @property
+    def words(self) -> str:
+        """The class of the call, in words that are the same on every machine."""
+        return str(self.shape_class())
 
 
 def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH) -> Case[Implementation]:

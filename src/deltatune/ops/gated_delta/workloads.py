@@ -12,7 +12,6 @@ import numpy as np
 from ..operator.case import Case, judged
 from ..operator.measure import relative_norm
 from ..operator.verdicts import Verdict
-from .call import Call
 from .chunk import gated_delta_chunk
 from .float64 import recurrence
 from .naive import gated_delta_naive
@@ -20,6 +19,7 @@ from .tolerances import BF16_NORM, EASY, FUSED_NORM, PRODUCTS_IN_BF16, SLOW, fus
 from .trial_case import (
     LENGTH,
     Arguments,
+    Call,
     Implementation,
     ShapeClass,
     differentiated,

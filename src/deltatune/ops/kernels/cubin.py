@@ -126,7 +126,7 @@ class CubinKernel:
     def text(
         self, constants: Constants, dtypes: Sequence[mx.Dtype], axes: Sequence[int], results: Sequence[mx.Dtype]
     ) -> str:
-        """Return the kernel's whole text; `axes` counts those of each input's shape, 0 where `source` does not read it."""
+        """Return the kernel's text; `axes` counts those of an input's shape, 0 where `source` does not read it."""
         sizes = [
             (name, [f"{name}_{axis}" for axis in range(count)]) for name, count in zip(self.inputs, axes, strict=True)
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...ops.gated_delta.call import Call
+from ...ops.gated_delta.trial_case import Call
 from ...ops.linear_attention import linear_attention
 from ...ops.linear_attention.choice import OPERATOR
 from ...ops.operator import candidates
