@@ -126,7 +126,8 @@ def _recurrent_gla(upstream: Function) -> Function:
         constants = {"mask": mask, "segments": trace.current().segments}
         y, last = linear_attention(queries * scale, keys, values, log_g, initial_state=start, **constants)
         last = last.swapaxes(2, 3)
-        result = y.swapaxes(1, 2), last if masks else last.astype(q.dtype)
+        # A piece hands its state on in fp32.
+        result = y.swapaxes(1, 2), last if masks or trace.current().piece else last.astype(q.dtype)
         return recurrence.counted(NAME, recurrence.OURS, result, lambda: _implementation(queries, keys, values, log_g))
 
     return recurrent_gla
