@@ -86,7 +86,7 @@ def _carry(layer: LayerInfo, cache: object) -> Carry | None:
         return Carry() if layer.kind == "other" and takes_cache else None
     if type(cache) is CacheList and list(map(type, cache.caches)) == [ArraysCache, KVCache]:
         states = _carry(layer, cache.caches[0])
-        return states and Carry(states.states, attends=True, packed=False)
+        return states and Carry(states.states, attends=True)
     if type(cache) is ArraysCache:
         return Carry(len(cache.cache)) if layer.kind == "delta" or _is_linear(layer.module) else None
     if layer.kind != "attention" or type(cache) is not KVCache:

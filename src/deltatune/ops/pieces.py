@@ -131,9 +131,10 @@ def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tupl
     offset = {name: value for name, value in others if name == "offset" and type(value) is int and value == 0}
     options = {name: value for name, value in others if value is not None and name not in offset}
     unset = {name: None for name, value in others if value is None}
-    rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
-    if rule is not None and rule.window is None and rule.segments is not None and not rule.read:
-        options["mask"] = "causal"
+    for name, value in options.items():
+        rule = rule_of(value) if carry.packed and isinstance(value, mx.array) else None
+        if rule is not None and rule.window is None and rule.segments is not None and not rule.read:
+            options[name] = "causal"
     plain = all(isinstance(value, str) for value in options.values())
     fits = plain and list(options.values()) == ["causal"] * carry.attends
     return (x, unset | offset | options) if fits else (None, {})

@@ -69,6 +69,8 @@ MAMBA2 = {
     "time_step_rank": 4,
 }
 MODELS = {"nemotron_h": NEMOTRON, "mamba2": MAMBA2}
+# Further families, of which the repository has a recorded checkpoint.
+SAVED = ("falcon_h1", "bailing_moe_linear")
 # The mixers of each model.
 MIXERS = {"nemotron_h": 2, "mamba2": 2}
 
@@ -140,13 +142,17 @@ def test_mixers_carry_their_state_between_pieces():
     assert [(carry.states, carry.attends) for carry in carried] == [(2, 0), (0, 0), (2, 0), (0, 1), (0, 0)]
 
 
-@pytest.mark.parametrize("name", [*MODELS, "falcon_h1", "bailing_moe_linear"])
-def test_pieces_have_the_gradients_of_whole_rows(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "packed"), [*((name, False) for name in (*MODELS, *SAVED)), *((name, True) for name in SAVED)]
+)
+def test_pieces_have_the_gradients_of_whole_rows(name, packed, monkeypatch, tmp_path):
     """Every layer is cut: MLP and experts too, and those with a recurrence beside their attention."""
     model = made(name) if name in MODELS else load_model(recorded_save(name, tmp_path / "saved"))[0]
     tokens = tokens_of(1, 70)
     layers = describe(model)
-    with patched(model):
+    # A document begins within a piece, and one where a piece begins.
+    documents = mx.array([[0] * 20 + [1] * 14 + [2] * 36], mx.int32) if packed else None
+    with patched(model), segments(documents):
         expected = gradients(model, tokens)
         cuts = [LayerCut(TOKENS, (0, 33, 34, 70))] * len(layers)
         monkeypatch.setattr(checkpoint, "layer_cut", lambda x: cuts.pop())

@@ -16,6 +16,7 @@ from ...ops.gated_delta.trial_case import Call
 from ...ops.linear_attention import linear_attention
 from ...ops.linear_attention.choice import OPERATOR
 from ...ops.operator import candidates
+from ...ops.segments import last_segments
 from ...ops.tracing import trace
 from .. import callers, recurrence
 from ..patch_record import PACKING, TRAINING, Function, Patch
@@ -71,7 +72,7 @@ def _ssm_update(upstream: Function) -> Function:
             log_g,
             initial_state=state,
             mask=None if mask is None else mask.astype(mx.bool_),
-            segments=trace.current().segments,
+            segments=last_segments(values.shape[1]),
         )
         result = y + hidden_states * D[:, None], last
         return recurrence.counted(NAME, recurrence.OURS, result, lambda: _implementation(C, B, values, log_g))
@@ -123,7 +124,7 @@ def _recurrent_gla(upstream: Function) -> Function:
         queries, keys, values = (x.swapaxes(1, 2) for x in (q, k, v))
         log_g = mx.broadcast_to(g.astype(mx.float32), values.shape[:3])
         start = None if h is None else h.swapaxes(2, 3)
-        constants = {"mask": mask, "segments": trace.current().segments}
+        constants = {"mask": mask, "segments": last_segments(values.shape[1])}
         y, last = linear_attention(queries * scale, keys, values, log_g, initial_state=start, **constants)
         last = last.swapaxes(2, 3)
         # A piece hands its state on in fp32.
