@@ -57,10 +57,7 @@ def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
 
 
 def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
-    """Return the cache that each layer is given while the model reads a prompt of two tokens.
-
-    It is _UNKNOWN for a layer that is called several times, or returns more than its rows.
-    """
+    """Return each layer's cache for a prompt of two tokens; _UNKNOWN if it is called often or returns more."""
     seen: dict[int, list[Any]] = {id(layer.module): [] for layer in layers}
 
     def noting(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -85,10 +82,11 @@ def _carry(layer: LayerInfo, cache: object) -> Carry | None:
         takes_cache = "cache" in inspect.signature(type(layer.module).__call__).parameters
         return Carry() if layer.kind == "other" and takes_cache else None
     if type(cache) is CacheList and list(map(type, cache.caches)) == [ArraysCache, KVCache]:
-        states = _carry(layer, cache.caches[0])
-        return states and Carry(states.states, attends=True)
+        carry = _carry(layer, cache.caches[0])
+        return carry and Carry(carry.states, attends=True)
     if type(cache) is ArraysCache:
-        return Carry(len(cache.cache)) if layer.kind == "delta" or _is_linear(layer.module) else None
+        known = layer.kind == "delta" or any(map(_is_linear, layer.module.modules()))
+        return Carry(len(cache.cache)) if known else None
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None
     # The patch of latent attention serves whole rows alone.
@@ -96,7 +94,6 @@ def _carry(layer: LayerInfo, cache: object) -> Carry | None:
     return Carry(attends=True, packed=not latent)
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    """Whether a recurrence of the layer is Mamba-2's, or Lightning attention by the code of one of its classes."""
-    modules = layer.modules()
-    return any(is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING) for module in modules)
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a recurrence is that of Mamba-2, or of Lightning attention by the code beside its class."""
+    return is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING)
