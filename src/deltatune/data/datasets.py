@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,10 @@ def first_image(config: TrainConfig) -> str | None:
         for table, features in parts:
             formats = None if config.has_preferences else RowFormats(features)
             for source, row in table.candidates():
-                if kind := media_kind(row, _messages(row, source, formats)):
+                messages = messages_of(row) if formats is None else formats.messages(row, source) or []
+                if kind := media_kind(row, messages):
                     return f"{source}, in a video" if kind == VIDEO else source
     return None
-
-
-def _messages(row: Any, source: str, formats: RowFormats | None) -> Iterator[Any]:
-    """Yield the messages of a row as `formats` reads it, or of a row of preferences where that is None."""
-    yield from messages_of(row) if formats is None else formats.messages(row, source) or []
 
 
 def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None) -> Splits:
@@ -272,9 +268,10 @@ def _stored(
         return {needed[0]: _file_table(folder, data, open_dataset, streaming=config.streaming)}
     files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
     if files:
-        wanted = {name: file for name, file in files.items() if name in needed}
         return {
-            name: _file_table(file, data, open_dataset, streaming=config.streaming) for name, file in wanted.items()
+            name: _file_table(file, data, open_dataset, streaming=config.streaming)
+            for name, file in files.items()
+            if name in needed
         }
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
