@@ -28,7 +28,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "commands": Budget(1_585, 1_400),
+    "commands": Budget(1_560, 1_400),
     "answering": Budget(600, 1_000),
     "selftest": Budget(2_385, 2_200),
     "demo": Budget(805, 700),
@@ -38,13 +38,13 @@ BUDGETS = {
     "plan": Budget(4_295, 3_300),
     "train": Budget(11_000, 8_000),
     "rewards": Budget(700, 600),
-    "data": Budget(6_920, 5_300),
+    "data": Budget(6_550, 5_300),
     "models": Budget(5_470, 3_600),
     "patches": Budget(4_320, 3_400),
     "lora": Budget(2_530, 2_300),
     "ops": Budget(15_895, 12_000),
     "machine": Budget(2_325, 2_500),
-    "options": Budget(1_415, 1_050),
+    "options": Budget(1_380, 1_050),
     "root": Budget(675, 450),
     "kernels": Budget(12_120, 10_800),
     "tests": Budget(58_795, 46_000),

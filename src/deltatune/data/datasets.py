@@ -33,7 +33,6 @@ from .rows.sources import (
     DataTable,
     JsonLines,
     hugging_face,
-    hugging_face_streams,
     in_memory,
     is_format,
     is_saved_dataset,
@@ -174,7 +173,12 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     source, features = tables["train"][0]
     size = -(-config.shuffle_buffer // config.batch_size) * config.batch_size
     first = ExampleStream(source, partial(_read_rows, reader, features=features), size).window(None)
-    stream = ExampleStream(source, partial(_read_more, config, tokenizer, features), size)
+
+    def encode(rows: list[tuple[str, Any]], name: str) -> list[Any]:
+        # The notes of a reader on rows that are streamed during training are dropped.
+        return _read_rows(Reader(config, tokenizer), rows, name, features)
+
+    stream = ExampleStream(source, encode, size)
     splits["train"] = first.examples
     _check(config, splits, tables, reader.notes)
     # Later rows may be of other formats, but none has pictures.
@@ -212,13 +216,6 @@ def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
     return {"rule": _rule(reader.kinds, config), "notes": reader.notes, "template_options": options}
 
 
-def _read_more(
-    config: TrainConfig, tokenizer: Any, features: Features, rows: list[tuple[str, Any]], name: str
-) -> list[Any]:
-    """Return the examples of rows that are streamed during training; the reader's notes are dropped."""
-    return _read_rows(Reader(config, tokenizer), rows, name, features)
-
-
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
     return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
 
@@ -232,7 +229,7 @@ def _needed_splits(config: TrainConfig) -> list[str]:
 
 def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
     """Return the tables, or with `streaming` the streams, of each needed split, with the keys of their rows."""
-    open_dataset = hugging_face_streams if config.streaming else hugging_face
+    open_dataset = partial(hugging_face, streaming=config.streaming)
     if config.hf_dataset:
         return _hf_tables(config, needed, open_dataset)
     if config.data is None:

@@ -36,7 +36,7 @@ from .rows.row_formats import (
 )
 from .rows.unread_columns import MARKED_TURNS, MARKS_IN_TEXT, counts
 from .vision.media import MediaReader, MediaSize, Pictures
-from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_columns, media_kind, place_media, write_videos
+from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_kind, place_media, write_videos
 from .vision.prompt import token_counts
 from .vision.videos import video_names, video_text
 
@@ -66,13 +66,12 @@ class MediaPlacer:
 
         A UserError, naming `source`, says that a file cannot be read, or that places and files do not match.
         """
-        columns = media_columns(row, source)
         if messages is None:
-            if any(columns.values()):
-                medium = "an image" if columns[IMAGE] else "a video"
+            if kind := media_kind(row, ()):
+                medium = "an image" if kind == IMAGE else "a video"
                 raise UserError(f"{source}: a text line has no place for {medium}; use messages or prompt/completion.")
             return None, []
-        messages, values = place_media(messages, columns, source)
+        messages, values = place_media(messages, row, source)
         contents = [(number, message["content"]) for number, message in enumerate(messages)]
         numbers = [
             number

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -91,13 +91,22 @@ def _digest() -> Any:
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
+    return (row for row, _ in _places(path, (0, 0), containing))
+
+
+def _places(
+    path: Path, place: Sequence[int], containing: tuple[bytes, ...] = (b"",)
+) -> Iterator[tuple[tuple[str, Any], Place]]:
+    """Yield the rows from a place on, each with the place after it; only lines that hold one of these parts."""
+    offset, number = place
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not any(part in raw for part in containing):
-                continue
-            row = parsed(raw, path, number)
+        file.seek(offset)
+        for raw in file:
+            offset += len(raw)
+            number += 1
+            row = parsed(raw, path, number) if any(part in raw for part in containing) else None
             if row is not None:
-                yield f"{path}:{number}", row[0]
+                yield (f"{path}:{number}", row[0]), [offset, number]
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -110,16 +119,25 @@ def is_format(name: str) -> bool:
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
-def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, DataTable]:
-    """Return the table of each split of a data set on the Hugging Face hub, or in a folder or file of the datasets
-    library.
+def hugging_face(
+    name: str, split: str | None = None, options: dict[str, Any] | None = None, *, streaming: bool = False
+) -> dict[str, Any]:
+    """Return the table, or stream, of each split of a data set on the hub, or of a folder or file that `datasets` reads.
 
-    `split` is one split, which may be a slice such as "train[:80%]"; None opens all. `options` are further arguments of
-    `datasets.load_dataset`. A UserError says that there is no such data set, split or option, or that reading it could
-    run code.
+    `split` is one split, and of tables also a slice such as "train[:80%]"; None opens all. `options` are further
+    arguments of `datasets.load_dataset`. A UserError says that there is no such data set, split or option, or that
+    reading it could run code.
     """
-    loaded = load_hugging_face(name, split, options or {})
-    names = names_of(name, loaded, options or {})
+    options = options or {}
+    if streaming and split is not None and "[" in split:
+        raise UserError(
+            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
+            "val_batches: 0 for no validation."
+        )
+    loaded = load_hugging_face(name, split, options, streaming=streaming)
+    names = names_of(name, loaded, options)
+    if streaming:
+        return {key: StreamedDataset(*names[key], name, key, options) for key in loaded}
     return {key: _table(names[key][0], rows, names[key][1]) for key, rows in loaded.items()}
 
 
@@ -417,19 +435,11 @@ class JsonLines:
 
         There are fewer than `count` rows only at the end of the data.
         """
-        offset, number = place or (0, 0)
-        rows: list[tuple[str, Any]] = []
         try:
-            with self._path.open("rb") as file:
-                file.seek(offset)
-                while len(rows) < count and (raw := file.readline()):
-                    offset, number = offset + len(raw), number + 1
-                    row = parsed(raw, self._path, number)
-                    if row is not None:
-                        rows.append((f"{self._path}:{number}", row[0]))
+            read = list(islice(_places(self._path, place or (0, 0)), count))
         except OSError as error:
             raise UserError(_unreadable(self._path, error)) from error
-        return rows, [offset, number]
+        return [row for row, _ in read], read[-1][1] if read else place
 
 
 def _unreadable(path: Path, error: OSError) -> str:
@@ -476,17 +486,3 @@ class StreamedDataset:
         if place is not None:
             dataset.load_state_dict(place["state"])
         return dataset, iter(dataset)
-
-
-def hugging_face_streams(
-    name: str, split: str | None = None, options: dict[str, Any] | None = None
-) -> dict[str, StreamedDataset]:
-    """Open the data sets of hugging_face() as streams; a UserError, too, where `split` is a part of one."""
-    if split is not None and "[" in split:
-        raise UserError(
-            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
-            "val_batches: 0 for no validation."
-        )
-    splits = load_hugging_face(name, split, options or {}, streaming=True)
-    names = names_of(name, splits, options or {})
-    return {key: StreamedDataset(*names[key], name, key, options or {}) for key in splits}

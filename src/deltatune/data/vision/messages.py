@@ -32,7 +32,8 @@ def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
     if not isinstance(row, Mapping):
         return None
     for kind in (IMAGE, VIDEO):
-        if row.get(f"{kind}s") or row.get(kind) is not None:
+        # A cell of a CSV file holds a list as JSON.
+        if row.get(f"{kind}s") not in (None, "", [], (), "[]") or row.get(kind) is not None:
             return kind
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -42,12 +43,7 @@ def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
     return None
 
 
-def media_columns(row: Mapping[str, Any], source: str) -> dict[str, list[Any]]:
-    """Return the images and the videos in the row's own columns, by kind."""
-    return {kind: _column(row, kind, source) for kind in (IMAGE, VIDEO)}
-
-
-def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) -> tuple[Messages, list[Any]]:
+def place_media(messages: Messages, row: Mapping[str, Any], source: str) -> tuple[Messages, list[Any]]:
     """Return the messages of a row with a part for each image and video, and the values of these parts in order.
 
     A place is a part, or a mark, "<image>" or "<video>", in the text of a user. Its value comes from the part itself
@@ -55,6 +51,7 @@ def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) 
     videos go to the start of the first user message. A mark for which no image or video is left is text. A UserError
     says that the places and the values do not match.
     """
+    columns = {kind: _column(row, kind, source) for kind in (IMAGE, VIDEO)}
     with_parts: Messages = []
     places: list[tuple[str, Any]] = []
     for number, message in enumerate(messages, 1):
