@@ -122,7 +122,7 @@ def is_format(name: str) -> bool:
 def hugging_face(
     name: str, split: str | None = None, options: dict[str, Any] | None = None, *, streaming: bool = False
 ) -> dict[str, Any]:
-    """Return the table, or stream, of each split of a data set on the hub, or of a folder or file that `datasets` reads.
+    """Return the table, or stream, of each split of a data set on the hub, or of a folder or file of `datasets`.
 
     `split` is one split, and of tables also a slice such as "train[:80%]"; None opens all. `options` are further
     arguments of `datasets.load_dataset`. A UserError says that there is no such data set, split or option, or that
