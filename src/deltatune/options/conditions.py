@@ -139,18 +139,10 @@ def changed_options(options: Any) -> dict[str, str]:
 
 
 def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -> list[str]:
-    """Refuse options that are set and not read.
+    """Refuse, with a UserError, options that are set and not read.
 
-    Args:
-        conditions: The conditions of the options.
-        names: The options that are set, each with its name in messages.
-        run: The arguments of a condition.
-
-    Returns:
-        A note for each option that mlx_lm.lora has, but does not read either.
-
-    Raises:
-        UserError: Another one is not read.
+    `names` holds the options that are set, each with its name in messages, and `run` the arguments of a condition. An
+    option that mlx_lm.lora has, but does not read either, is returned in a note.
     """
     notes, refused = [], []
     for options, (words, holds) in conditions.items():

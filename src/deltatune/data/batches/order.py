@@ -149,11 +149,7 @@ class BatchOrder:
         return {"epoch": self._epoch, "step": self._step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the place that `state()` returned.
-
-        Raises:
-            UserError: The state belongs to other data or other options.
-        """
+        """Continue from the place that `state()` returned; UserError where that belongs to other data or options."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 what = f"{name} was {state.get(name)!r} when the state was saved and is {value!r} now"
@@ -221,12 +217,7 @@ class BatchOrder:
 
 
 class AnsweredOrder(BatchOrder):
-    """A BatchOrder in which other answers may stand in the place of those of the examples.
-
-    Args:
-        of_order, options: The arguments of BatchOrder.
-        answer: The largest number of tokens of another answer.
-    """
+    """A BatchOrder in which other answers, of up to `answer` tokens, may stand in the place of the examples' own."""
 
     def __init__(self, *of_order: Any, answer: int, **options: Any):
         super().__init__(*of_order, **options)

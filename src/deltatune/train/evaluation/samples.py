@@ -26,7 +26,7 @@ from ...data.rows.row_formats import (
 )
 from ...data.rows.sources import jsonl
 from ...data.vision.images import thumbnail
-from ...data.vision.messages import media_columns, media_kind, place_media, write_videos
+from ...data.vision.messages import media_kind, place_media, write_videos
 from ...data.vision.videos import Video
 from ...errors import UserError
 from ...machine.environment import expanded
@@ -139,7 +139,7 @@ class Samples:
                 f"{source}: {kind}s in a prompt, and none in the training data, so the model has no vision tower here; "
                 "leave them out."
             )
-        messages, values = place_media(messages, media_columns(row, source), source)
+        messages, values = place_media(messages, row, source)
         pictures = self._inference.pictures(values, source, folder, vars(self._config))
         prompt = self._conversation(write_videos(messages, pictures.video_texts), asked, options, source)
         return prompt._replace(
