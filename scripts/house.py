@@ -29,14 +29,14 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "commands": Budget(1_585, 1_400),
-    "answering": Budget(600, 1_000),
+    "answering": Budget(545, 1_000),
     "selftest": Budget(2_385, 2_200),
     "demo": Budget(805, 700),
     "recipes": Budget(70, 200),
     "doctor": Budget(1_175, 1_300),
     "export": Budget(1_780, 1_600),
-    "plan": Budget(4_295, 3_300),
-    "train": Budget(11_000, 8_000),
+    "plan": Budget(4_095, 3_300),
+    "train": Budget(10_875, 8_000),
     "rewards": Budget(700, 600),
     "data": Budget(6_920, 5_300),
     "models": Budget(5_470, 3_600),

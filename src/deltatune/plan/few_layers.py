@@ -45,12 +45,8 @@ class StepPlace(NamedTuple):
 class FewLayers(NamedTuple):
     """A choice of a model's layers that stand for all of them.
 
-    Attributes:
-        kinds: The kind of each layer of the model.
-        chosen: The positions of the layers that are kept.
-        gradients: The gradients of one layer, by kind.
-        recomputed: The checkpoints of the whole model.
-        shortened: Whether loops over a long row are traced without most of their turns.
+    `kinds` has one of each layer of the model, and `chosen` the positions of those that are kept. `gradients` are those
+    of one layer, by kind. `shortened` loops over a long row are traced without most of their turns.
     """
 
     kinds: list[int]
@@ -102,10 +98,6 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     """Choose layers of every kind, the last of the kind of the model's last layer.
 
     A model may give its layers masks by their positions, so the kept layers have mixers in the order of its first ones.
-
-    Args:
-        model: The model, prepared for training.
-        checkpoints: Which of its layers are recomputed.
     """
     layers = describe(model)
     signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
@@ -173,12 +165,8 @@ def of_all_layers(
 ) -> dict[StepPlace, Amount]:
     """Return the largest amounts of memory by their places, as they are with all layers.
 
-    Args:
-        few: The kept layers.
-        places: The places of the primitives of their step.
-        machine: The simulated step.
-        unqueued: The simulated step, each operation waiting for the one before.
-        left_out: What the layers left out hold at any time: weights, sums of gradients, moments.
+    `places` are those of the primitives of the few layers' step, and `unqueued` is that step with each operation
+    waiting for the one before. The layers left out hold `left_out` at any time: weights, sums of gradients, moments.
     """
     saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
 

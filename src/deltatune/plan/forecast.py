@@ -32,18 +32,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of one step of `rows` rows of `length` tokens.
+    """The forecast of one step of `rows` rows of `length` tokens, padding included, with adapters of a rank.
 
     Args:
-        rows: Rows of the batch.
-        length: Tokens of a row, padding included.
-        rank: The rank of the LoRA adapters.
         buffers: The peak of live buffers.
         bytes: The peak of live bytes.
         counts: How many arrays are parameters, gradients and moments; the peak of buffers includes them.
         sizes: Bytes of parameters, gradients and moments; the peak of bytes includes them.
         unknown: How many primitives of the step have no rule in primitives.py, by kind.
-        products: The matrix products of the step.
+        products: The matrix products of a step by layers.
         layer_inputs: Bytes of layers' inputs that a step by layers keeps between its passes.
         memory_limit: The bytes from which on MLX waits for queued work in this step; None where it does not.
     """
@@ -92,13 +89,7 @@ def forecast_step(
 
 
 class Steps:
-    """Forecasts training steps of a model; nothing is evaluated and the model is left unchanged.
-
-    Args:
-        model: The model, with its adapters.
-        config: The run.
-        layout: How the loaded MLX stores its arrays.
-    """
+    """Forecasts training steps of a model with its adapters; nothing is evaluated and the model is left unchanged."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, layout: ArrayLayout):
         self.model, self.config, self._layout = model, config, layout

@@ -21,12 +21,9 @@ TASKS_AHEAD = 10
 class Pace:
     """How a device groups queued operations into tasks, and how it rounds buffers.
 
-    Args:
-        operations: A task ends after this many operations.
-        elements: A task also ends after its operations have read this many elements; None for no such limit.
-        page: Bytes of a page; larger buffers are rounded up to whole pages.
-        releases: Whether releasing an operation's inputs counts as an operation.
-        reads_once: Whether a buffer that several operations of a task read counts once.
+    A task ends after so many operations, or after these have read so many elements. Buffers above a page are rounded up
+    to whole pages of so many bytes. `releases` counts the release of an operation's inputs as an operation, and
+    `reads_once` a buffer that several operations of a task read once.
     """
 
     operations: int
@@ -89,13 +86,8 @@ class Simulation:
     """Follows buffers and arrays through one evaluation after another.
 
     The simulation assumes that MLX queues as far ahead as it may, so that queued operations hold their inputs as long
-    as possible. Real runs come close to this, since operations take longer than queueing them.
-
-    Args:
-        layout: How the loaded MLX stores its arrays.
-        pace: How the device groups operations into tasks.
-        brake: MLX's memory limit: while more bytes than these are alive, MLX waits for queued tasks. None for no limit.
-        queued: How many operations the first task has already.
+    as possible. Real runs come close to this, since operations take longer than queueing them. While more than `brake`
+    bytes are alive, MLX waits for queued tasks. The first task has `queued` operations already.
     """
 
     def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None, queued: int = 0):
@@ -113,7 +105,7 @@ class Simulation:
     def add_leaves(self, leaves: Sequence[Node], shared_buffers: Sequence[Sequence[int]] = ()) -> None:
         """Add leaves, which stay alive until they are dropped.
 
-        shared_buffers: groups of addresses of leaves that share one buffer; the largest leaf of a group fills it.
+        Leaves at the addresses of one group of `shared_buffers` share a buffer, which the largest of them fills.
         """
         by_address = {leaf.address: leaf for leaf in leaves}
         for group in shared_buffers:
@@ -133,10 +125,7 @@ class Simulation:
         self._holds[leaf.address] = 1
 
     def evaluate(self, order: Sequence[Node], outputs: Sequence[Node], dropped: Iterable[int] = ()) -> None:
-        """Evaluate `outputs`, which stay alive, in the given order.
-
-        dropped: addresses of leaves that nothing but the graph refers to.
-        """
+        """Evaluate `outputs`, which stay alive, in an order; nothing but the graph refers to the `dropped` leaves."""
         for node in all_nodes(outputs):
             # Every output of a primitive holds its inputs.
             for source in node.inputs:
