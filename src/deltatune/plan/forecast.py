@@ -151,14 +151,13 @@ class Steps:
                 model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
             )
             machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
-            unqueued = simulate_step(built, layout, 0)
             tower = simulate_tower(built, layout)
-            places = places_of(built, unqueued.evaluated, model)
+            places = places_of(built, machines[0].evaluated, model)
         reached = len(paths) - lowest_layer(model, paths)
         left_out = of_all.held.plus(of_few.held, -1)
 
         def whole(machine: Simulation) -> dict[StepPlace, Amount]:
-            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, unqueued, left_out)
+            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, left_out)
 
         if not few.all and not serves(few, places):
             return self._planned(shape, few.every, layer_inputs, brake)
@@ -166,7 +165,8 @@ class Steps:
         (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
         amount, limit, where = most.bytes, None, largest.words(paths)
         if brake is not None:
-            least = max(held.bytes for held in whole(unqueued).values())
+            # Each operation waits for the one before.
+            least = max(held.bytes for held in whole(simulate_step(built, layout, 0)).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
         if tower is not None and (alone := tower.bytes + left_out.bytes) > amount:
@@ -179,7 +179,7 @@ class Steps:
             Moment(int(amount), where),
             of_all.counts,
             of_all.sizes,
-            without_rule(unqueued.evaluated),
+            without_rule(machines[0].evaluated),
             self._products(shape, few, layer_inputs) if layer_inputs else Products(),
             built.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
             limit,
