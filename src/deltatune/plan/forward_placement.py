@@ -29,7 +29,7 @@ from ..train.by_layer.store import Store
 from ..train.evaluation.evaluate import evaluating, inferring
 from ..train.evaluation.inference import Prompt
 from ..train.setup import Run, training
-from ..train.tree import leaves
+from ..train.tree import nbytes
 from .array_layout import ArrayLayout
 from .device_limits import brake
 from .fit import Planner, shape
@@ -41,12 +41,7 @@ from .traced_step import blank_arrays, blank_batch, simulate_forward
 def placed_evaluation(run: Run, stored: Store) -> Placement:
     """Choose which layers stay on the disk while `run.splits.test` is evaluated. Nothing is read.
 
-    Args:
-        run: A run that was loaded lazily, with the adapter if there is one.
-        stored: The store of its model's weights.
-
-    Raises:
-        UserError: `run.config.memory` is too little.
+    The run was loaded lazily, with the adapter if there is one. UserError where `run.config.memory` is too little.
     """
     config = run.config
     model = run.model
@@ -102,17 +97,9 @@ def placed_teacher(run: Run) -> tuple[Placement, list[str]]:
 
 
 def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placement:
-    """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
+    """Choose which layers of a lazily loaded model stay on the disk while it answers a prompt. Nothing is read.
 
-    Args:
-        model: A model that was loaded lazily, with its adapter.
-        stored: The store of its weights.
-        memory: The memory limit, in bytes.
-        prompt: The prompt.
-        max_tokens: The largest number of tokens in the answer.
-
-    Raises:
-        UserError: `memory` is too little.
+    UserError where `memory`, in bytes, is too little.
     """
     tokens = len(prompt.tokens)
     decoder = model["language_model"] if has_vision(model) else model
@@ -133,17 +120,10 @@ def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, 
 
 
 def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length: int) -> Placement:
-    """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
+    """Choose which layers of a lazily loaded model stay on the disk while it answers tasks of lm-eval.
 
-    Args:
-        model: A model that was loaded lazily, with its adapter.
-        stored: The store of its weights.
-        memory: The memory limit, in bytes.
-        rows: The number of texts scored, or of prompts answered, at once.
-        length: The largest number of tokens of one, the answer's included.
-
-    Raises:
-        UserError: `memory` is too little.
+    `rows` texts are scored, or prompts answered, at once; `length` counts the most tokens of one, the answer's
+    included. Nothing is read. UserError where `memory`, in bytes, is too little.
     """
     with refusing_layouts(), without_kernels(), patched():
 
@@ -209,13 +189,8 @@ def _planned(
 ) -> PlannedPass:
     """Plan a pass as a whole, as it is computed where it fits, and else by layers.
 
-    Args:
-        model: The model.
-        memory: The memory limit, in bytes.
-        peak: Returns the peak of the pass with all weights in memory, as a whole within so many bytes, or by layers.
-        tokens: Rows, and tokens of a row.
-        smaller: A change that would take less memory, in words.
+    `peak` returns the bytes of the pass with all weights in memory, as a whole within so many bytes, or by layers.
     """
-    if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(memory)) <= memory:
+    if nbytes(model.parameters()) <= memory and (whole := peak(memory)) <= memory:
         return PlannedPass(whole, tokens, smaller)
     return PlannedPass(peak(None), tokens, smaller, whole=False)

@@ -31,7 +31,7 @@ from ..train.by_layer.store import Store, cached
 from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.setup import Run
-from ..train.tree import array_places, leaves
+from ..train.tree import array_places, leaves, nbytes
 from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout, LayoutError
@@ -209,14 +209,8 @@ class TooLittleMemoryError(UserError):
 def placed(run: Run) -> tuple[Placement, list[str]]:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
-    Args:
-        run: The run.
-
-    Returns:
-        Where the weights are, and the lines to print from the preparation of the run.
-
-    Raises:
-        UserError: The run cannot be computed by layers, or `memory` is too small for it.
+    The lines to print come from the preparation. UserError where the run cannot be computed by layers, or `memory` is
+    too small for it.
     """
     config, model = run.config, run.model
     memory = config.memory
@@ -229,7 +223,7 @@ def placed(run: Run) -> tuple[Placement, list[str]]:
         planner = Planner(run, ArrayLayout.measured())
         fits = False
         # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
-        if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
+        if nbytes(model.parameters()) <= memory:
             limit = brake(memory)
             waits = None if limit is None else Brake(limit, limit)
             plan = dataclasses.replace(planner, brake=waits).at(rows, length)
@@ -296,13 +290,10 @@ def refusing_layouts() -> Iterator[None]:
 
 
 class PlannedPass(NamedTuple):
-    """The plan of one pass.
+    """The plan of one pass: the peak with all weights in memory, in bytes, of rows of so many tokens.
 
-    Attributes:
-        peak: The peak with all weights in memory, in bytes.
-        tokens: Rows, and tokens of a row.
-        smaller: A change that would take less memory, in words.
-        whole: Whether all layers are computed at once, so that all may stay in memory.
+    `smaller` is a change that would take less memory, in words. If all layers are computed as a `whole`, all may stay
+    in memory.
     """
 
     peak: int
@@ -312,18 +303,10 @@ class PlannedPass(NamedTuple):
 
 
 def chosen(model: nn.Module, stored: Store, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
-    """Choose which layers stay on the disk.
+    """Choose which layers stay on the disk within `memory` bytes, where so many ranks hold weights on one host.
 
-    Args:
-        model: The model.
-        stored: The store of its weights.
-        memory: The memory limit, in bytes.
-        planned: The plan of one pass.
-        ranks: How many processes hold weights on the host, at most.
-
-    Raises:
-        TooLittleMemoryError: It is too little with all layers but two on the disk.
-        UserError: It is more than the device has.
+    TooLittleMemoryError where it is too little with all layers but two on the disk, UserError where it is more than the
+    device has.
     """
     layers = describe(model)
     sizes = tuple(

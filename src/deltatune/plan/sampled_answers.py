@@ -31,13 +31,8 @@ def with_sampling(
 ) -> Forecast:
     """Return the forecast of a run's largest moment, which may be the sampling of its answers before a step.
 
-    It is an estimate from above: the caches of all rows at full length, with the copies of a step.
-
-    Args:
-        forecast: The forecast of the step.
-        model: The model, with its adapters.
-        config: The options of the run.
-        packed: The batches of the data, where several prompts stand in a row of them.
+    It is an estimate from above: the caches of all rows at full length, with the copies of a step. `packed` are the
+    batches of data with several prompts in a row.
     """
     if not config.samples_answers or not can_be_joined(model):
         return forecast

@@ -81,14 +81,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The shape of a batch: so many rows of so many tokens.
-
-    Attributes:
-        rows: The number of rows.
-        length: The tokens of a row.
-        images: The shapes of its images; None for text.
-        preferences: How many preferences it has; 0 where the loss reads none.
-    """
+    """The shape of a batch: so many rows of so many tokens, with images or preferences."""
 
     rows: int
     length: int

@@ -64,10 +64,6 @@ class Run:
     """A run with its model and data loaded.
 
     Attributes:
-        config: The options of the run.
-        loaded: The model with its tokenizer.
-        splits: The examples.
-        world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
         notes: Notes on known faults of the model that the rows reach.
         teacher: The model that the loss imitates, where it imitates one.
@@ -108,16 +104,10 @@ class Run:
 def ready(
     config: TrainConfig, *, world: World | None = None, lazy: bool = False, adapter_path: str | None = None
 ) -> Run:
-    """Load the model and the examples that `config` names.
+    """Load the model, with an adapter if its folder is given, and the examples that `config` names.
 
-    Args:
-        config: The options of the run.
-        world: The ranks that train together; those of the launcher by default.
-        lazy: Whether weights stay on the disk, or undrawn, until they are used; an adapter is then left to the caller.
-        adapter_path: The folder of an adapter to load into the model.
-
-    Raises:
-        UserError: For anything in the options, the model or the data that the user can correct.
+    `lazy` leaves weights on the disk, or undrawn, until they are used, and an adapter to the caller. UserError for
+    anything in the options, the model or the data that the user can correct.
     """
     if config.train:
         check_options(config)
@@ -290,12 +280,8 @@ def build_step(
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
     """Choose the loss: chunked over the vocabulary if the model can be split before its head, else over all logits.
 
-    Args:
-        model: The model.
-        compare: Whether the parts of the model are computed and compared with the whole.
-
-    Returns:
-        The loss, and a description of it for the user.
+    `compare` computes the parts of the model and compares them with the whole. A description of the loss for the user
+    is returned as well.
     """
     parts, kind = _parts(model, compare)
     return chunked_loss(*parts) if parts else full_loss(model), kind
@@ -319,14 +305,9 @@ def as_it_is(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Training:
-    """A model's set-up by training().
+    """A model's set-up by training(); `loss_kind` and `compiled` describe the loss and the compiled step in words.
 
     Attributes:
-        loss: The loss that is trained.
-        loss_kind: A description of the loss for the user.
-        layers: The model's layers.
-        patches: The patches that are applied.
-        compiled: How the step is compiled, in words.
         objective: The preference loss, or None for another one.
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
         figures: The names of the figures that a loss reports besides its sums.
@@ -352,18 +333,12 @@ class Training:
 def training(
     model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpoints: Checkpoints | None = None
 ) -> Iterator[Training]:
-    """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
+    """Set a trainable model up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
-    Args:
-        model: The model, made trainable.
-        config: The options of the run.
-        compare: Whether to check by computing that the model's parts agree with the whole, and that packed documents do
-            not influence each other.
-        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
-
-    Raises:
-        UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed
-            documents influence each other in this model; or if no plan has chosen for auto.
+    `compare` checks by computing that the model's parts agree with the whole, and that packed documents do not
+    influence each other. `checkpoints` stand in the place of those that `config.grad_checkpoint` names. UserError where
+    upstream's code runs and results depend on deltatune's, unless `config.force`; where packed documents influence each
+    other in this model; or where no plan has chosen for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
