@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from .rows.row_formats import (
     template_options_of,
     tools_of,
 )
+from .text import MediaPlacer, PlacedMedium
 from .vision.messages import media_kind
 
 # The column under which rewards find the answer that a row has behind its prompt, unless the row has one of this name.
@@ -83,23 +84,29 @@ def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, A
     return conversation_tokens(tokenizer, messages, f"change {source}", options)
 
 
-def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig) -> PromptExample:
-    """Return the prompt of a row with its other columns.
+def prompt_example(
+    row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig, placer: MediaPlacer | None = None
+) -> PromptExample:
+    """Return the prompt of a row with its other columns; `placer` puts its images and videos into it.
 
     A UserError refuses a row that has no known format, holds images, or leaves no token.
     """
     parts = messages_to_answer(row, source, features)
+    media: Sequence[PlacedMedium] = ()
     columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}
     if parts is None:
         question: str | Messages = RowFormats(features).text(row, source).text
         tokens = text_tokens(tokenizer, question)  # type: ignore[arg-type]
     else:
         messages, answers = parts
-        if kind := media_kind(row, messages):
-            raise UserError(f"{source}: this row has {kind}s, and loss: grpo answers texts alone; remove the row.")
         options = {**(config.chat_template_config or {}), **template_options_of(row, source)}
         options["tools"] = tools_of(row, source)
-        messages = join_text_parts(messages, source)
+        if placer is None:
+            if kind := media_kind(row, messages):
+                raise UserError(f"{source}: this row has {kind}s, and the model no vision tower; remove the row.")
+            messages = join_text_parts(messages, source)
+        else:
+            messages, media = placer.place(row, messages, source)  # type: ignore[assignment]
         tokens = tokens_to_answer(tokenizer, messages, options, source)
         question = row[features.prompt] if isinstance(row.get(features.prompt), str) else messages
         if answers and answers[-1].get("content") is not None:
@@ -107,7 +114,7 @@ def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, co
     if not tokens:
         raise UserError(f"{source}: no token is left of the prompt; remove this row.")
     targets = np.zeros(len(tokens), bool)
-    return PromptExample(
+    example = PromptExample(
         np.array(tokens, np.int32),
         targets,
         source,
@@ -116,3 +123,4 @@ def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, co
         most=config.max_completion_length,
         plain=parts is None,
     )
+    return example if placer is None else placer.with_pictures(example, media)

@@ -382,7 +382,7 @@ def with_loss(
         return Training(loss, words, layers, patches, compiled, teacher=teacher)
     objective = objective_of(config)
     if objective is None:
-        of_policy = _policy_losses(parts, kind, config)
+        of_policy = _policy_losses(parts, kind, config, SampledPolicy.of(config, model))
         loss, figures = rollout_loss(of_policy, config), figures_of(config)
         return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
@@ -390,9 +390,8 @@ def with_loss(
     return Training(loss, kind, layers, patches, compiled, objective, token_losses, objective.figures)
 
 
-def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> TokenLosses:
+def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig, policy: SampledPolicy) -> TokenLosses:
     backbone, head = _needed(parts, kind, config)
-    policy = SampledPolicy.of(config)
     return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 
