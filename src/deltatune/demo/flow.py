@@ -70,19 +70,9 @@ def run_demo(
     questions: int = QUESTIONS,
     screen: DemoScreen | None = None,
 ) -> int:
-    """Run the demo.
+    """Run the demo, which asks so many held-out messages, in the folder `output` for data, adapter and report.
 
-    Args:
-        output: The folder for data, adapter and report.
-        iterations: The number of training iterations.
-        questions: The number of held-out messages to ask.
-        screen: Where to show the demo; the terminal by default.
-
-    Returns:
-        The exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
-
-    Raises:
-        UserError: `output` cannot be written.
+    Returns the exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
     """
     started = time.perf_counter()
     output, screen = Path(output), screen or DemoScreen()
@@ -135,11 +125,7 @@ def ask(loaded: Loaded, items: Sequence[CafeMessage], sampler: Sampler | None = 
 
 
 def ask_mlx_lm(adapter: Path, items: Sequence[CafeMessage]) -> list[str]:
-    """Return the answers of mlx-lm with the base model and the adapter, in a new process without deltatune.
-
-    Raises:
-        UserError: The process fails.
-    """
+    """Return the answers of mlx-lm with the base model and the adapter, in a new process without deltatune."""
     questions = adapter / "questions.json"
     questions.write_text(json.dumps([item.message for item in items]), encoding="utf-8")
     # -P keeps the script's folder, with modules of deltatune, out of the search path.
@@ -153,11 +139,7 @@ def ask_mlx_lm(adapter: Path, items: Sequence[CafeMessage]) -> list[str]:
 def options(model: Path, output: Path, iterations: int, **more: Any) -> TrainConfig:
     """The configuration of the demo's run: the defaults, but a rate for a model of this size, and batches of 16.
 
-    Args:
-        model: The folder of the base model.
-        output: The folder for data, adapter and report.
-        iterations: The number of training iterations.
-        more: Further options of TrainConfig, or others in the place of these.
+    `output` is the folder for data, adapter and report; `more` are options beside these, or in their place.
     """
     settings: dict[str, Any] = {
         "model": str(model),

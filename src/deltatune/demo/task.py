@@ -18,20 +18,15 @@ from .words import DAYS, DRINKS, STATES, THINGS
 
 @dataclass(frozen=True)
 class CafeMessage:
-    """One message and the only answer that counts as right.
-
-    Args:
-        message: The text that the model reads.
-        answer: The right answer.
-        name: The name in the message.
-        tool: The function that the answer calls.
-        held_out: Whether the combination of the other arguments is kept out of training.
-    """
+    """One message and the only answer that counts as right."""
 
     message: str
     answer: str
+    # The name in the message.
     name: str
+    # The function that the answer calls.
     tool: str
+    # Whether the combination of the other arguments is kept out of training.
     held_out: bool
 
 

@@ -57,36 +57,22 @@ _EXPERTS_BY_INPUT = (0, 20)
 
 @dataclass
 class ImportedAdapter:
-    """An adapter of PEFT on the modules of an MLX model.
+    """An adapter of PEFT on the modules of an MLX model, by their paths."""
 
-    Attributes:
-        factors: The arrays of each module's adapter by its path: lora_a, lora_b and, for DoRA, m.
-        scales: The factor of each update.
-        dropout: The dropout of all.
-        dora: Whether the adapters are DoRA's.
-        new_rows: By path of a table of tokens, the rows of new tokens.
-    """
-
+    # lora_a, lora_b and, for DoRA, m.
     factors: dict[str, dict[str, mx.array]] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     dora: bool = False
+    # The rows of new tokens, by path of a table of tokens.
     new_rows: dict[str, mx.array] = field(default_factory=dict)
 
 
 def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | Path) -> ImportedAdapter:
     """Convert an adapter of PEFT for a checkpoint that MLX loads, and write it as deltatune and mlx-lm save theirs.
 
-    Args:
-        model_path: The checkpoint, in Hugging Face's layout or MLX's, quantised or not.
-        peft_path: The folder with PEFT's adapter_config.json and adapter_model.safetensors.
-        save_path: The folder to write.
-
-    Raises:
-        UserError: The adapter is not LoRA or DoRA, has parts that MLX's format cannot express, or is for another model.
-
-    Example:
-        >>> import_peft("mlx-community/Qwen3-0.6B-4bit", "adapters-peft", "adapters").dora
+    The checkpoint is in Hugging Face's layout or MLX's, quantised or not. An adapter that is not LoRA or DoRA, has
+    parts that MLX's format cannot express, or is for another model, is a UserError.
     """
     peft_path, path = Path(peft_path), locate(model_path)
     config, tensors = _read(peft_path)

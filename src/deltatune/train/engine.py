@@ -42,14 +42,7 @@ MOST_TRAINED = 2**28
 class Engine:
     """Advances the training state by one micro-batch at a time.
 
-    Args:
-        state: The training state.
-        ending: It lets another thread save while this one waits for a batch's gradients.
-        config: The options of the run.
-        world: The ranks of the run.
-
-    Attributes:
-        step: The compiled step of `state`.
+    `ending` lets another thread save while this one waits for a batch's gradients.
     """
 
     def __init__(self, state: TrainingState, ending: Ending, config: TrainConfig, world: World):
@@ -66,11 +59,8 @@ class Engine:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks.
 
         The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
-        unchanged. So are the numbers, for which a rank waits for the others.
-
-        Args:
-            batch: The batch that the order has handed out.
-            goes_on: Whether another short iteration follows directly; an engine may then start it before this one ends.
+        unchanged. So are the numbers, for which a rank waits for the others. If `goes_on`, another short iteration
+        follows directly, which an engine may start before this one ends.
         """
         numbers = self.added(batch, self.micro_batch(batch))
         with self.ending.waiting():
@@ -124,9 +114,7 @@ class _Started(NamedTuple):
 class EarlyEngine(Engine):
     """An engine that starts the next micro-batch while the GPU computes the present one.
 
-    Args:
-        of_engine: The arguments of Engine.
-        launcher: The thread that evaluates the work of the step, which was made with it.
+    The step was made with `launcher`, the thread that evaluates its work.
     """
 
     def __init__(self, *of_engine: Any, launcher: Launcher):

@@ -63,17 +63,8 @@ class Callbacks(NamedTuple):
 class Parts:
     """The parts of a run before its model is patched.
 
-    Attributes:
-        model: The model; its trainable parameters are trained in place.
-        config: The options of the run.
-        world: The ranks that train together.
-        screen: Where progress is printed.
-        outputs: The files of the run.
-        valid_order: The batches of an evaluation, where there are validation examples.
-        samples: The prompts that are answered on the way.
-        reporting: The reports of the run.
-        weights: The store of the layers' weights, where `config.memory` bounds the run.
-        callbacks: The functions of the caller.
+    `valid_order` are the batches of an evaluation, where there are validation examples; `weights` is the store of the
+    layers' weights, where `config.memory` bounds the run.
     """
 
     model: nn.Module
@@ -89,16 +80,7 @@ class Parts:
 
 
 class Iterations:
-    """Runs the iterations of a run.
-
-    Args:
-        parts: The parts of the run.
-        engine: Computes micro-batches and updates of the training state.
-        saving: Saves the run.
-        ending: Ends the run early.
-        trained: The loss and the layers of the model as the patches made them (setup.training).
-        freed_memory: Gives freed memory back between iterations.
-    """
+    """Runs the iterations of a run; `trained` has the loss and layers of the patched model (setup.training)."""
 
     def __init__(
         self,

@@ -26,12 +26,7 @@ def mtp_loss(model: nn.Module, parts: tuple[Callable[..., mx.array], nn.Module],
 
     With the option `mtp: true` the loss is the model's alone, as in any other run, while the gradient is that of the
     model's loss plus `mtp_weight` times the head's sum of losses, over the same number of tokens. With `only` both are
-    the head's.
-
-    Args:
-        model: The model with its head (models/mtp.py).
-        parts: The backbone and the output head of the model (models/head.py).
-        config: The options of the run.
+    the head's. `parts` are the backbone and the output head of the model (models/head.py).
 
     Source: https://arxiv.org/abs/2412.19437, section 2.2.
     """

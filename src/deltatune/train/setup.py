@@ -63,14 +63,8 @@ _CHUNKED = "chunked over the vocabulary, logits never held whole"
 class Run:
     """A run with its model and data loaded.
 
-    Attributes:
-        config: The options of the run.
-        loaded: The model with its tokenizer.
-        splits: The examples.
-        world: The ranks of the run.
-        image: Where the first image or video of the data is; None if the data are text only.
-        notes: Notes on known faults of the model that the rows reach.
-        teacher: The model that the loss imitates, where it imitates one.
+    `image` says where the first image or video of the data is, or None if they are text only; `notes` are on known
+    faults of the model that the rows reach; `teacher` is the model that the loss imitates, where it imitates one.
     """
 
     config: TrainConfig
@@ -108,16 +102,10 @@ class Run:
 def ready(
     config: TrainConfig, *, world: World | None = None, lazy: bool = False, adapter_path: str | None = None
 ) -> Run:
-    """Load the model and the examples that `config` names.
+    """Load the model and the examples that `config` names, with the adapter of the folder `adapter_path`.
 
-    Args:
-        config: The options of the run.
-        world: The ranks that train together; those of the launcher by default.
-        lazy: Whether weights stay on the disk, or undrawn, until they are used; an adapter is then left to the caller.
-        adapter_path: The folder of an adapter to load into the model.
-
-    Raises:
-        UserError: For anything in the options, the model or the data that the user can correct.
+    `lazy` leaves weights on the disk, or undrawn, until they are used, and an adapter to the caller. The ranks of
+    `world` train together; those of the launcher by default.
     """
     if config.train:
         check_options(config)
@@ -290,12 +278,7 @@ def build_step(
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
     """Choose the loss: chunked over the vocabulary if the model can be split before its head, else over all logits.
 
-    Args:
-        model: The model.
-        compare: Whether the parts of the model are computed and compared with the whole.
-
-    Returns:
-        The loss, and a description of it for the user.
+    Returns it with a description for the user; `compare` computes the model's parts and compares them with the whole.
     """
     parts, kind = _parts(model, compare)
     return chunked_loss(*parts) if parts else full_loss(model), kind
@@ -317,10 +300,7 @@ class Training:
     """A model's set-up by training().
 
     Attributes:
-        loss: The loss that is trained.
         loss_kind: A description of the loss for the user.
-        layers: The model's layers.
-        patches: The patches that are applied.
         compiled: How the step is compiled, in words.
         objective: The preference loss, or None for another one.
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
@@ -347,16 +327,8 @@ def training(
 ) -> Iterator[Training]:
     """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
-    Args:
-        model: The model, made trainable.
-        config: The options of the run.
-        compare: Whether to check by computing that the model's parts agree with the whole, and that packed documents do
-            not influence each other.
-        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
-
-    Raises:
-        UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed
-            documents influence each other in this model; or if no plan has chosen for auto.
+    `compare` checks by computing that the model's parts agree with the whole, and that packed documents do not
+    influence each other. `checkpoints` are recomputed in the place of the layers that `config.grad_checkpoint` names.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -368,8 +340,9 @@ def training(
             check_packing(model, row_capacity(config))
         chosen = _checkpoints(len(layers), config, checkpoints)
         if chosen.layers:
-            carried, at_all = carries(model, layers), chosen.layers
-            stack.enter_context(checkpointed([layers[at].module for at in at_all], [carried[at] for at in at_all]))
+            carried = carries(model, layers)
+            modules = [layers[at].module for at in chosen.layers]
+            stack.enter_context(checkpointed(modules, [carried[at] for at in chosen.layers]))
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
         trained = with_loss(model, config, compare, layers, report, compiled)

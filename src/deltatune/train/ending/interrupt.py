@@ -33,13 +33,8 @@ class StopRequest:
     woken by each signal and answers it. A third signal raises KeyboardInterrupt as soon as the main thread runs Python
     code. Python can handle signals only in the main thread; in another thread, a StopRequest does nothing.
 
-    Args:
-        answer: Is called in the separate thread at the first signal, with the signal's name.
-        hurry: Is called in the separate thread at the second signal.
-
-    Attributes:
-        asked: Whether a signal has come.
-        hurried: Whether a second one has come.
+    The separate thread calls `answer` with the name of the first signal, which sets `asked`, and `hurry` at the second,
+    which sets `hurried`.
     """
 
     def __init__(self, answer: Callable[[str], None], hurry: Callable[[], None]) -> None:

@@ -32,11 +32,7 @@ _GOODBYE, _ENDED = b"g", b"e"
 
 
 class Peers:
-    """Inside its `with` block, this rank watches the others.
-
-    Args:
-        world: The ranks of the run; a single rank watches nothing.
-        ended: Is called once, in a separate thread, with the ranks that died.
+    """Inside its `with` block, this rank watches the others; `ended` is called once, in a thread, with those that died.
 
     A rank that leaves the block without an exception says goodbye, so that the others expect its end. After an
     exception it says goodbye only if in_order() was called; otherwise the others treat it as dead.

@@ -113,17 +113,7 @@ def facts(
     *,
     verbose: bool = False,
 ) -> list[Fact | str]:
-    """Return the facts that a run prints before its first step, and notes among them.
-
-    Args:
-        model: The model, made trainable.
-        config: The options of the run.
-        splits: The examples.
-        trained: The model's loss, layers and patches (setup.training).
-        order: The batches of the training split.
-        world: The ranks of the run.
-        verbose: Whether to name every patch.
-    """
+    """Return the facts that a run prints before its first step, and notes among them; `verbose` names every patch."""
     opening: list[Fact | str] = [Fact("model", f"{config.model}; {layer_summary(trained.layers)}")]
     opening.append(Fact("training", what_trains(model, config)))
     opening += _weight_decay(model, config)

@@ -38,22 +38,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures.
-
-    Attributes:
-        heading: The words above it.
-        width: Its characters, with two or more of space before the widest figure.
-        name: The key of the value in a record; evaluations have it behind `val_`.
-        show: Formats the value.
-        always: Whether it is there for every run, or only where a record has the value.
-        marked: Whether its last characters are kept for a mark.
-    """
+    """A column of figures."""
 
     heading: str
+    # Its characters, with two or more of space before the widest figure.
     width: int
+    # The key of the value in a record; evaluations have it behind `val_`.
     name: str
     show: Callable[[Any], str]
+    # Whether it is there for every run, or only where a record has the value.
     always: bool = True
+    # Whether its last characters are kept for a mark.
     marked: bool = False
 
 
@@ -104,8 +99,7 @@ _WANTED = (
 class Columns:
     """Makes the rows of one run: the headings where they are due, and a row for each report and evaluation.
 
-    Args:
-        plain: Whether the terminal can show no character beyond ASCII.
+    A `plain` terminal can show no character beyond ASCII.
     """
 
     def __init__(self, plain: bool = False):
@@ -120,12 +114,9 @@ class Columns:
         self._seen |= set(names)
 
     def rows(self, record: Record, width: int, *, best: bool = False) -> list[Text]:
-        """Return the lines to print for a record.
+        """Return the lines to print, of at most `width` characters, for a record of metrics.jsonl.
 
-        Args:
-            record: A record of metrics.jsonl, with the seconds that are `left` where they are known.
-            width: The characters of a line.
-            best: Whether an evaluation is the best of all.
+        It has the seconds that are `left` where they are known; `best` marks an evaluation as the best of all.
         """
         self._seen |= {name.removeprefix("val_") for name in record}
         chosen = self._chosen(width)

@@ -33,18 +33,13 @@ _ORDER = ("model", "training", "data", "epochs", "memory")
 
 @dataclass(frozen=True)
 class Fact:
-    """A line on a run before its first step.
-
-    Attributes:
-        name: The subject, such as `data`.
-        text: The fact, as the panel on a terminal shows it behind the name.
-        line: The line in a pipe or a file; `Data: ...` by default.
-        share: For an amount within a limit, its share, which the panel draws.
-    """
+    """A line on a run before its first step: its subject, such as `data`, and the text behind that on a terminal."""
 
     name: str
     text: str
+    # The line in a pipe or a file; `Data: ...` by default.
     line: str | None = None
+    # For an amount within a limit, its share, which the panel draws.
     share: float | None = None
 
     def __str__(self) -> str:
@@ -58,13 +53,10 @@ class _Console(Console):
 
 
 class Screen:
-    """Prints facts, figures and sentences and, on a terminal, a progress bar.
+    """Prints facts, figures and sentences on rich's console and, on a terminal, a progress bar.
 
-    Args:
-        shown: False makes the screen silent, as on ranks other than 0.
-        console: The console of rich that it prints on; standard output by default.
-        verbose: Whether to print details that few people need, such as the name of every patch.
-        plain: Whether lines are as in a pipe, as for several ranks: mpirun gives each a terminal of its own.
+    It is silent unless `shown`, as on ranks other than 0; `verbose` prints details that few people need, such as the
+    name of every patch; `plain` lines are as in a pipe, for several ranks: mpirun gives each a terminal of its own.
     """
 
     def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False, plain: bool = False):
@@ -98,13 +90,9 @@ class Screen:
         self._columns.expect(names)
 
     def report(self, record: Record, *, total: int = 0, left: float | None = None, best: bool = False) -> None:
-        """Print a record of training, of an evaluation or of answers.
+        """Print a record of training, of an evaluation, which may be the best so far, or of answers.
 
-        Args:
-            record: The record.
-            total: The number of iterations that are to be done.
-            left: The seconds that are estimated to remain; of training alone.
-            best: Whether an evaluation is the best so far.
+        A record of training stands beside the `total` iterations and the seconds that are estimated to be `left`.
         """
         if not self._console.is_terminal:
             self.say(line_of(record, total, left))

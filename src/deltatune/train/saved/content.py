@@ -27,8 +27,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version")
 def facts(
     model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: Store | None = None
 ) -> dict[str, str | None]:
-    """Return the facts of state.fingerprint beside the options: digests of structure, config.json, weights and
-    adapters.
+    """Return the facts of state.fingerprint beside the options: digests of the model and of adapters.
 
     `weights` reads those of the model's arrays that stay on the disk.
     """

@@ -24,13 +24,8 @@ _MODEL = ("config.json", "model*.safetensors")
 class RunFolder:
     """The output folder of a run. Inside the `with` block, which may be nested, no other run can take it.
 
-    Rank 0 holds the lock. If it is refused, every rank raises.
-
-    Attributes:
-        path: The folder, `config.adapter_path`.
-
-    Raises:
-        UserError: On entering, if the folder cannot take this run, or if another run is using it.
+    Rank 0 holds the lock. A folder that cannot take this run, or that another one is using, is a UserError on every
+    rank.
     """
 
     def __init__(self, config: TrainConfig, world: World):
@@ -52,15 +47,9 @@ class RunFolder:
             self._lock.release()
 
     def make_room(self) -> list[str]:
-        """Move an earlier run to a folder beside this one, or delete it if the options say so; rank 0 calls it.
+        """Move an earlier run to a folder beside this one, or delete it if the options say so; return lines on that.
 
-        Files that a run needs only while it goes on are removed.
-
-        Returns:
-            Lines on the moved or deleted files.
-
-        Raises:
-            UserError: If the file system refuses.
+        Rank 0 calls it. Files that a run needs only while it goes on are removed.
         """
         # A run that was killed could not remove them.
         for inputs in self.path.glob(f"{INPUTS}_*"):

@@ -86,16 +86,12 @@ Schedule = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """How the updates of a run are made.
-
-    Attributes:
-        accumulate: The number of micro-batches in an update.
-        clip: The largest gradient norm that is not scaled down; None for no clipping.
-        groups: The groups of parameters by path; the optimizer's settings hold where the path is missing.
-    """
+    """How the updates of a run are made, each of `accumulate` micro-batches."""
 
     accumulate: int = 1
+    # The largest gradient norm that is not scaled down; None for no clipping.
     clip: float | None = None
+    # The groups of parameters by path; the optimizer's settings hold where the path is missing.
     groups: Mapping[str, ParameterGroup] | None = None
 
 
@@ -134,14 +130,10 @@ def _check_setting(owner: str, name: str, value: Any, where: str) -> None:
 
 
 def build_schedule(settings: dict[str, Any]) -> Schedule:
-    """Build the learning-rate schedule of the YAML key `lr_schedule`.
+    """Build the learning-rate schedule of the YAML key `lr_schedule`; a wrong setting is a UserError.
 
-    Args:
-        settings: `name` (one of SCHEDULES), `arguments` (a list), and optionally `warmup` (in optimizer steps) and
-            `warmup_init` (the rate at the start, 0 by default). The warmup ends at the first argument, as in mlx_lm.
-
-    Raises:
-        UserError: If a key, the name, the arguments or the warmup is wrong.
+    The settings are `name` (one of SCHEDULES), `arguments` (a list), and optionally `warmup` (in optimizer steps) and
+    `warmup_init` (the rate at the start, 0 by default). The warmup ends at the first argument, as in mlx_lm.
     """
     for key in settings:
         if key not in _SCHEDULE_KEYS:
@@ -199,11 +191,7 @@ def _rate_of(config: TrainConfig) -> float | Schedule:
 
 
 def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
-    """Build the MLX optimizer that `config` names, with its `optimizer_config` and its learning rate or schedule.
-
-    Raises:
-        UserError: If a name or a setting is unknown or wrong.
-    """
+    """Build the MLX optimizer that `config` names, with its `optimizer_config` and its learning rate or schedule."""
     name = config.optimizer.lower()
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
@@ -249,18 +237,9 @@ def apply(
 ) -> tuple[Any, mx.array]:
     """Make one optimizer step: one parameter after another, so that memory never holds all of them twice.
 
-    If `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are.
-
-    Args:
-        optimizer: The optimizer; its state is updated.
-        parameters: The tree of parameters.
-        gradients: Their gradients, in the same structure.
-        healthy: A boolean scalar, such as whether the loss is finite.
-        clip: The largest norm that is not scaled down; None for no clipping.
-        group_of: The group of a parameter, by its path in the tree.
-
-    Returns:
-        The new parameters, and the gradients' norm before clipping.
+    If the boolean scalar `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are.
+    `clip` is the largest norm that is not scaled down. Returns the new parameters, and the gradients' norm before
+    clipping.
     """
     norm = global_norm(gradients)
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
