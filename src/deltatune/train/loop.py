@@ -65,21 +65,17 @@ from .updates.routers import router_figures
 
 @dataclass(frozen=True)
 class Bounds:
-    """The decisions of a plan, with which a run stays within the memory of the device, or within `config.memory`.
+    """The decisions of a plan, with which a run stays within the memory of the device, or within `config.memory`."""
 
-    Attributes:
-        said: Lines for the user: the plan, or why there is none on this version of MLX.
-        checkpoints: The layers to recompute where `config.grad_checkpoint` is auto; None elsewhere.
-        memory_limit: The bytes from which on MLX waits for queued work; None for its own limit.
-        feature_bytes: The main memory that cached features of images may take; None for none where layers stay on the
-            disk, and for 1 GiB elsewhere.
-        weights: The store of the layers' weights; None where all of them stay in memory.
-    """
-
+    # Lines for the user: the plan, or why there is none on this version of MLX.
     said: Sequence[Fact | str] = ()
+    # The layers to recompute where `config.grad_checkpoint` is auto; None elsewhere.
     checkpoints: Checkpoints | None = None
+    # The bytes from which on MLX waits for queued work; None for its own limit.
     memory_limit: int | None = None
+    # The main memory of cached features of images; None for none where layers stay on the disk, and 1 GiB elsewhere.
     feature_bytes: int | None = None
+    # The store of the layers' weights; None where all of them stay in memory.
     weights: Store | None = None
 
 

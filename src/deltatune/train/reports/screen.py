@@ -64,7 +64,9 @@ class Screen:
         self._console = console or _Console(highlight=False, force_terminal=False if plain else None)
         self._facts: list[Fact] = []
         self._columns = Columns(plain=self._console.options.ascii_only)
-        self._losses: list[float] = []
+        # The finite losses of all iterations, and the rewards of all reports.
+        self.losses: list[float] = []
+        self.rewards: list[float] = []
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
@@ -94,6 +96,7 @@ class Screen:
 
         A record of training stands beside the `total` iterations and the seconds that are estimated to be `left`.
         """
+        self._note_reward(record)
         if not self._console.is_terminal:
             self.say(line_of(record, total, left))
         elif SAMPLES in record:
@@ -101,6 +104,10 @@ class Screen:
         else:
             for row in self._columns.rows(record | {"left": left}, self._width(), best=best):
                 self._print(row)
+
+    def _note_reward(self, record: Record) -> None:
+        if record.get("reward") is not None:
+            self.rewards.append(record["reward"])
 
     def ended(self, line: str, rows: Sequence[tuple[str, str]], command: str) -> None:
         """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal; then a command."""
@@ -124,20 +131,21 @@ class Screen:
             TextColumn("{task.fields[note]}"),
         )
         self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
-        self._task = self._bar.add_task("training", total=total, completed=done, note="")
+        self._task = self._bar.add_task("training", total=total, completed=done, note="compiling the step")
         with self.unread():
             self._bar.start()
 
     def advance(self, done: int, loss: float | None, left: float) -> None:
-        """Move the bar to `done` iterations; beside it are the last loss, how it went, and the seconds `left`."""
+        """Move the bar to `done` iterations; it shows the last reward or loss, its course and the seconds `left`."""
+        if loss is not None and math.isfinite(loss):
+            self.losses.append(loss)
         if self._bar is None:
             return
-        if loss is not None and math.isfinite(loss):
-            self._losses.append(loss)
-        note = "" if loss is None else f"loss {loss:.4f}  "
+        name, values = ("reward", self.rewards) if self.rewards else ("loss", self.losses)
+        note = f"{name} {values[-1]:.4f}  " if values else ""
         room = min(16, self._console.width - 64)
         if room >= 8 and not self._console.options.ascii_only:
-            note += f"{sparkline(self._losses, room)}  "
+            note += f"{sparkline(values, room)}  "
         self._bar.update(self._task, completed=done, description="training", note=f"{note}{duration(left)} left")
 
     def evaluating(self, done: int, total: int) -> None:
