@@ -75,7 +75,8 @@ def run_demo(
     Returns the exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
     """
     started = time.perf_counter()
-    output, screen = Path(output), screen or DemoScreen()
+    output = Path(output)
+    screen = screen or DemoScreen()
     items = written(output, questions, task.write)
     config = options(MODEL, output, iterations)
     screen.title("deltatune demo", "Messages come in at a café counter. The till wants one exact JSON call for each.")
@@ -169,7 +170,8 @@ def written(output: Path, questions: int, write: Callable[..., dict[str, list[Ca
 
 def command_again(output: Path) -> str:
     """Return the command that asks the trained model another question."""
-    python, model = _shorter_path(sys.executable), _shorter_path(MODEL)
+    python = _shorter_path(sys.executable)
+    model = _shorter_path(MODEL)
     return (
         f"{quote(python)} -m deltatune generate --model {quote(model)} --adapter-path {quote(str(output))} "
         f'--prompt "{EXAMPLE}"'

@@ -51,7 +51,8 @@ def run_rewarded_demo(
 ) -> int:
     """Run the demo of rewards, as run_demo() does; its exit code is 0 where 90 % of the sampled answers are right."""
     started = time.perf_counter()
-    output, screen = Path(output), screen or DemoScreen()
+    output = Path(output)
+    screen = screen or DemoScreen()
     items = written(output, questions, write)
     config = rewarded_options(output, iterations)
     screen.title("deltatune demo rl", "Messages come in at a café counter. The board wants one word of each.")

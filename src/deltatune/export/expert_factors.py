@@ -40,7 +40,8 @@ def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factor
     """
     pieces = dict(zip(halves, mx.split(b, len(halves), axis=1), strict=True))
     used = {name: as_numpy(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}
-    rank, width = b.shape[2], b.shape[2] // len(halves)
+    rank = b.shape[2]
+    width = b.shape[2] // len(halves)
     spans = {name: slice(index * width, (index + 1) * width) for index, name in enumerate(halves)}
     diagonal = {name: used[name][spans[name]] for name in halves}
     if rank % len(halves) == 0 and all(

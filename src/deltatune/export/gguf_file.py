@@ -25,7 +25,8 @@ from .module_names import check_layout
 from .new_token_rows import OPTION
 from .peft_adapter import PeftAdapter, write_peft
 
-CONVERTER, ADAPTER_CONVERTER = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
+CONVERTER = "convert_hf_to_gguf.py"
+ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 QUANTIZER = "llama-quantize"
 # The types that llama-quantize makes, such as q4_k_m, q6_k, iq4_xs and q4_0; it knows best which of them there are.
@@ -145,7 +146,8 @@ def write_gguf_adapter(
 
 def _check_plain(adapter: PeftAdapter) -> None:
     """Check that the adapter is LoRA on linear layers of the language model: llama.cpp knows no other."""
-    config, parameters = adapter.config, adapter.config.get("target_parameters", [])
+    config = adapter.config
+    parameters = adapter.config.get("target_parameters", [])
     odd = {
         "DoRA": config["use_dora"],
         "rows for new tokens": OPTION in config,

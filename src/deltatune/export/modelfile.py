@@ -16,7 +16,10 @@ from ..errors import UserError
 Message = dict[str, Any]
 
 # The content of each role's messages. A template that changes or drops one of them cannot be written for Ollama.
-_SYSTEM, _USER, _ASSISTANT, _TOOL = "SYSTEMTEXT", "USERTEXT", "ASSISTANTTEXT", "TOOLTEXT"
+_SYSTEM = "SYSTEMTEXT"
+_USER = "USERTEXT"
+_ASSISTANT = "ASSISTANTTEXT"
+_TOOL = "TOOLTEXT"
 _CONTENTS = {"system": _SYSTEM, "user": _USER, "assistant": _ASSISTANT, "tool": _TOOL}
 # Marks around the reasoning of an answer. Ollama hands an answer back with both, in its content.
 _THINKING = ("<think>", "</think>")
@@ -57,7 +60,8 @@ def write_modelfile(
     `options` are the variables of the chat template with which the model was trained, and `more` are further texts at
     which an answer ends.
     """
-    lines, notes = [f"FROM ./{gguf.name}"], []
+    lines = [f"FROM ./{gguf.name}"]
+    notes = []
     if not tokenizer.has_chat_template:
         notes.append("The model has no chat template, so its Modelfile names the file alone.")
     else:

@@ -35,14 +35,16 @@ def to_peft_rows(
     """
     tensors: dict[str, mx.array] = {}
     indices: dict[str, list[int]] = {}
-    rows, grows = 0, False
+    rows = 0
+    grows = False
     for path, table in grown_tables(model).items():
         if "new_bias" in table:
             raise UserError(
                 f"{path}: the adapter has new entries of a bias, for which PEFT has no form. Write a full checkpoint "
                 "with --to merged."
             )
-        module, rows = names.place(path).module, table.rows
+        module = names.place(path).module
+        rows = table.rows
         tensors[f"{root}.{module}{_ROWS}"] = table.new_rows
         indices[short(module)] = list(range(table.first, table.end))
         grows = rows > table.base["weight"].shape[0]

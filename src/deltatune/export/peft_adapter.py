@@ -61,7 +61,8 @@ def write_peft(
     save_path = Path(save_path)
     if (save_path / PEFT_CONFIG).exists():
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
-    path, adapter_path = locate(model_path), Path(adapter_path)
+    path = locate(model_path)
+    adapter_path = Path(adapter_path)
     if read_config(adapter_path).get("fine_tune_type") == "full":
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
     model = load_base(path, adapter_path)
@@ -109,7 +110,8 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
 
     `config` is the content of the checkpoint's config.json. An adapter that PEFT cannot express is a UserError.
     """
-    names, exported = TransformersNames(dict(config)), _Collected()
+    names = TransformersNames(dict(config))
+    exported = _Collected()
     tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
     experts: dict[str, dict[str, Adapter]] = {}
     for path, adapter in adapters(model).items():
@@ -147,7 +149,8 @@ def _name_class(adapter: PeftAdapter, config: Mapping[str, Any]) -> None:
     AutoModelForCausalLM makes a model of the language part alone, with other names, and PEFT then loads nothing and
     only warns. PEFT's own Auto classes take the class of `auto_mapping` where no task is given.
     """
-    architecture, family = (config.get("architectures") or [None])[0], config["model_type"]
+    architecture = (config.get("architectures") or [None])[0]
+    family = config["model_type"]
     if "text_config" not in config or architecture is None:
         return
     library = f"transformers.models.{family}.modeling_{family}"

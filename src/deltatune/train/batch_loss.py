@@ -138,7 +138,8 @@ def mean_loss_and_gradients(
         quotient = total / weight_or_one(weight)
         if routers is not None:
             added, reported = routers.of(sums, weight)
-            quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
+            quotient = quotient + added
+            figures = [mx.concatenate([*figures, reported], axis=1)]
         return quotient, total, weight, *figures
 
     trainable = model.trainable_parameters()

@@ -181,7 +181,8 @@ class EarlyEngine(Engine):
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         """Compute the present micro-batch, which may have been started already."""
-        started, self._started = self._started, None
+        started = self._started
+        self._started = None
         if started is None or started.batch is not batch:
             self.settle()
             return super().micro_batch(batch)

@@ -116,7 +116,8 @@ class Iterations:
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
-        config, progress = self.parts.config, self.progress
+        config = self.parts.config
+        progress = self.progress
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
         while True:
@@ -153,14 +154,17 @@ class Iterations:
         return at > 0 and at % self.parts.config.save_every == 0 and at != self._saving.saved
 
     def _evaluation_is_due(self) -> bool:
-        config, at = self.parts.config, self.progress.iteration
+        config = self.parts.config
+        at = self.progress.iteration
         if self.parts.valid_order is None or config.val_batches == 0 or self.progress.evaluated == at:
             return False
         return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
 
     def _evaluate(self) -> bool:
         """Evaluate and report; return False if interrupted, so that a resumed run starts with this evaluation."""
-        parts, progress, started = self.parts, self.progress, time.perf_counter()
+        parts = self.parts
+        progress = self.progress
+        started = time.perf_counter()
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
@@ -182,7 +186,8 @@ class Iterations:
         parts.reporting.report(progress, record, best=best)
         self._call(parts.callbacks.on_evaluation, record)
         if best:
-            progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_loss = loss
+            progress.evaluations_without_gain = 0
             progress.best_iteration = progress.iteration
             # Before the first iteration nothing is trained: the model as it came is not worth a copy.
             if progress.iteration:
@@ -198,7 +203,8 @@ class Iterations:
 
     def _saved_before(self, error: UserError) -> UserError:
         self._ending.in_order()
-        at, folder = self.progress.iteration, self.parts.outputs.state.parent
+        at = self.progress.iteration
+        folder = self.parts.outputs.state.parent
         if at == 0:
             return error
         self._saving.save_last_update()
@@ -247,7 +253,8 @@ class Iterations:
 
     def _iterate(self) -> bool:
         """Run a micro-batch, and the update if it is due; return whether any rank was asked to stop."""
-        progress, started = self.progress, time.perf_counter()
+        progress = self.progress
+        started = time.perf_counter()
         if progress.micro_batches == 0:
             self._batches = []
         self.state.begin_micro_batch()
@@ -285,7 +292,8 @@ class Iterations:
 
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""
-        parts, at = self.parts, self.progress.iteration + 1
+        parts = self.parts
+        at = self.progress.iteration + 1
         config = parts.config
         if at >= config.iters or self._ending.stop.asked or parts.reporting.last_seconds > LONGEST:
             return False
@@ -312,7 +320,8 @@ class Iterations:
 
     def _fail(self, loss: float, norm: float | None) -> None:
         """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
-        parts, at = self.parts, self.progress.iteration
+        parts = self.parts
+        at = self.progress.iteration
         parts.screen.stop()
         self._engine.settle()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"

@@ -70,7 +70,8 @@ def _scales_by_length(rotary: nn.Module) -> bool:
 
 def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[Any]) -> None:
     """Refuse examples (with `positions` and `source`) for whose padded rows the model has too few positions."""
-    most, why = learned_positions(model), "the model has learned {:,}"
+    most = learned_positions(model)
+    why = "the model has learned {:,}"
     if most is None:
         most = unscaled_positions(model)
         why = "beyond {:,} the model's rotary positions depend on the length of the row, its padding included"

@@ -36,7 +36,8 @@ def mtp_loss(model: nn.Module, parts: tuple[Callable[..., mx.array], nn.Module],
     def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, ...]:
         hidden = backbone(inputs)
         drafted = ahead(hidden if config.mtp_trunk_gradient else mx.stop_gradient(hidden), targets)
-        after, counted = _next(targets), _next(weights) * _same_document(targets)
+        after = _next(targets)
+        counted = _next(weights) * _same_document(targets)
         of_head, count = linear_cross_entropy(head, drafted, after, counted)
         accepted = [mx.array(0.0), mx.array(0.0)]
         if not model.training:

@@ -55,7 +55,8 @@ def check_options(config: TrainConfig) -> list[str]:
 
 def check_updates(config: TrainConfig) -> None:
     """Refuse a run of `config.iters` iterations without an update, or with a single one at a learning rate of 0."""
-    accumulated, iterations = config.grad_accumulation_steps, config.iters
+    accumulated = config.grad_accumulation_steps
+    iterations = config.iters
     if iterations < accumulated:
         raise UserError(
             f"grad_accumulation_steps: {accumulated:,} iterations make one update, and the run has {iterations:,}, so "

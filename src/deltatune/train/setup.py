@@ -372,7 +372,8 @@ def with_loss(
     objective = objective_of(config)
     if objective is None:
         of_policy = _policy_losses(parts, kind, config)
-        loss, figures = rollout_loss(of_policy, config), figures_of(config)
+        loss = rollout_loss(of_policy, config)
+        figures = figures_of(config)
         return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)

@@ -90,8 +90,12 @@ class Step:
     ):
         update = update or updates.UpdateOptions()
         machine = machine or StepMachine()
-        self.model, self.optimizer, self._loss, self._world = model, optimizer, loss, world
-        self._clip, self.routers = update.clip, routers
+        self.model = model
+        self.optimizer = optimizer
+        self._loss = loss
+        self._world = world
+        self._clip = update.clip
+        self.routers = routers
         self._weighted = update.accumulate > 1 or world.size > 1
         self._accumulates = update.accumulate > 1
         parameters = model.trainable_parameters()
@@ -105,7 +109,8 @@ class Step:
         self.random = [mx.random.key(0)]
         self._undone: Any = None
         self._launcher = machine.launcher
-        read, moments = [model.state, self.random], [optimizer.state]
+        read = [model.state, self.random]
+        moments = [optimizer.state]
         before = None if machine.launcher is None else machine.launcher.before_compiling
         self._micro_batch = Compiled(self._trace_micro_batch, read, [self.random], before)
         self._update = Compiled(self._trace_update, moments, moments, before)

@@ -134,7 +134,9 @@ class TrainingState:
 
     def restore(self, arrays: dict[str, mx.array], progress: Progress, path: Path) -> None:
         """Continue from the arrays and the progress of the file at `path`; those of another run are a UserError."""
-        model, optimizer, bundles = self.step.model, self.step.optimizer, self.step.bundles
+        model = self.step.model
+        optimizer = self.step.optimizer
+        bundles = self.step.bundles
         pissa.start_at(model, state.unflatten("start", pissa.starts(model), arrays, path))
         model.update(state.unflatten("trainable", model.trainable_parameters(), arrays, path))
         by_parameter = state.unflatten("optimizer", bundles.part_state(optimizer.state), arrays, path)

@@ -22,7 +22,9 @@ from .peers import Peers
 
 # Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for a dead rank to be noticed after an
 # error of the backend; and for files that are being written when a rank dies.
-_RETURN, _NOTICE, _WRITE = 2.0, 5.0, 600.0
+_RETURN = 2.0
+_NOTICE = 5.0
+_WRITE = 600.0
 
 
 class HurriedError(Exception):

@@ -39,7 +39,8 @@ class StopRequest:
 
     def __init__(self, answer: Callable[[str], None], hurry: Callable[[], None]) -> None:
         self.asked = self.hurried = False
-        self._answer, self._hurry = answer, hurry
+        self._answer = answer
+        self._hurry = hurry
         self._handled = 0
         self._before: dict[int, object] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -77,7 +78,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
         # The thread may have counted two signals that Python hands over as one.
-        self.asked, self.hurried = True, self.hurried or self._handled > 1
+        self.asked = True
+        self.hurried = self.hurried or self._handled > 1
         if self._handled > 2:
             raise KeyboardInterrupt
 

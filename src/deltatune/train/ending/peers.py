@@ -25,10 +25,13 @@ from ...machine import environment
 from ..distributed import World
 
 # Seconds to connect, and seconds to wait for news of other ranks that died at the same moment.
-_CONNECT, _GRACE = 10.0, 0.3
+_CONNECT = 10.0
+_GRACE = 0.3
 # A greeting is the listener's secret number and the caller's rank. Other messages are a kind and a rank.
-_GREETING, _MESSAGE = struct.Struct("!QI"), struct.Struct("!cI")
-_GOODBYE, _ENDED = b"g", b"e"
+_GREETING = struct.Struct("!QI")
+_MESSAGE = struct.Struct("!cI")
+_GOODBYE = b"g"
+_ENDED = b"e"
 
 
 class Peers:
@@ -39,7 +42,8 @@ class Peers:
     """
 
     def __init__(self, world: World, ended: Callable[[list[int]], None]):
-        self._world, self._ended = world, ended
+        self._world = world
+        self._ended = ended
         self._links: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
         self._dead: set[int] = set()

@@ -49,7 +49,8 @@ def layer_summary(layers: Sequence[LayerInfo]) -> str:
 
 def what_trains(model: nn.Module, config: TrainConfig) -> str:
     """Describe the trained parameters, such as `lora, 5,200 of 131,760 numbers (3.947%)`."""
-    total, trains = _stored_numbers(model), trainable_count(model)
+    total = _stored_numbers(model)
+    trains = trainable_count(model)
     return f"{config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%})"
 
 
@@ -87,9 +88,11 @@ def nothing_to_resume(config: TrainConfig) -> str:
 def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
     """Return the lines that say where a run continues, if it does, and whether its number of ranks has changed."""
     if progress.iteration >= config.iters:
-        flag, number = "--iters", str(config.iters)
+        flag = "--iters"
+        number = str(config.iters)
         if config.epochs is not None:
-            flag, number = "--epochs", f"{config.epochs:g} ({config.iters:,} iterations)"
+            flag = "--epochs"
+            number = f"{config.epochs:g} ({config.iters:,} iterations)"
         return [
             f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration:,} iterations, "
             f"and {flag} is {number}. To train further, give {flag} a larger number."
@@ -162,7 +165,8 @@ def _batches(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrde
 
 def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:
     """Say which trained parameters weight decay leaves out, where it would take them as any other."""
-    decay, left_out = weight_decay(build_optimizer(config)), undecayed(model)
+    decay = weight_decay(build_optimizer(config))
+    left_out = undecayed(model)
     if not decay or not left_out:
         return []
     those = f"{len(left_out):,} norms, biases and A_log"

@@ -13,7 +13,8 @@ from rich.text import Text
 Record = dict[str, Any]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # A report is compared with the mean of so many before it, of which a smaller change is none.
-_BEFORE, _CHANGE = 5, 0.005
+_BEFORE = 5
+_CHANGE = 0.005
 # After so many rows the headings are printed again.
 _ROWS = 30
 # The characters of a mark, such as an arrow, and the space before it.
@@ -32,7 +33,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     cuts = [round(index * len(values) / count) for index in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     return "".join(_BLOCKS[round((mean - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
 
 
@@ -124,7 +126,8 @@ class Columns:
         if chosen == self._headed and self._rows < _ROWS:
             self._rows += 1
             return [row]
-        self._headed, self._rows = chosen, 1
+        self._headed = chosen
+        self._rows = 1
         heading = Text(style="dim")
         for column in chosen:
             heading.append(f"{column.heading:>{column.width - _MARK * column.marked}}{' ' * _MARK * column.marked}")
@@ -146,11 +149,14 @@ class Columns:
         row = Text()
         for column in chosen:
             value = record.get(column.name, record.get(f"val_{column.name}") if evaluated else None)
-            text, style, mark = "" if value is None else column.show(value), "", ("", "")
+            text = "" if value is None else column.show(value)
+            style = ""
+            mark = ("", "")
             if column.name == "train_loss":
                 mark = self._trend(value)
             elif column.name == "val_loss":
-                style, mark = "cyan", (self._sign(" *"), "green") if best else mark
+                style = "cyan"
+                mark = (self._sign(" *"), "green") if best else mark
             elif column.name not in ("iteration", "tokens_per_second"):
                 style = "dim"
             row.append(f"{text:>{column.width - _MARK * column.marked}}", style=style)

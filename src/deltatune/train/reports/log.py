@@ -189,7 +189,8 @@ def _named(report_to: str | None) -> list[Any]:
 
 def send(record: Record, services: Sequence[Service]) -> None:
     """Send a record of metrics or samples to the services; figures without a value are left out."""
-    iteration, samples = record["iteration"], record.get(SAMPLES)
+    iteration = record["iteration"]
+    samples = record.get(SAMPLES)
     numbers = {
         name: value for name, value in record.items() if name not in ("iteration", SAMPLES) and value is not None
     }

@@ -238,7 +238,8 @@ def sample_tables(records: Sequence[Record], thumbnails: Sequence[Sequence[str]]
     answered = [(at, samples) for at, samples in _samples(records) if REWARD not in samples[0]]
     if not answered:
         return []
-    (first, before), (last, now) = answered[0], answered[-1]
+    first, before = answered[0]
+    last, now = answered[-1]
     judges = any("expected" in sample for sample in now)
     olds = [sample["answer"] for sample in before] if len(answered) > 1 and len(before) == len(now) else []
     rows = []
@@ -272,7 +273,8 @@ def rewarded_tables(records: Sequence[Record]) -> list[ReportTable]:
     columns: tuple[str, ...] = ("iteration", "prompt", "answer", REWARD)
     those = "The best, the middle and the worst answer"
     if not any(reward for *_, reward in rows):
-        columns, those = columns[:-1], "Some answers"
+        columns = columns[:-1]
+        those = "Some answers"
     rows = [row[: len(columns)] for row in rows[-_REWARDED:]]
     note = f"{those} before each report; metrics.jsonl has all of them."
     return [ReportTable("Sampled answers", columns, rows, note, folded=True, shown=True)] if rows else []

@@ -48,7 +48,10 @@ class Reporting:
         on_host: int = 0,
         thumbnails: Sequence[Sequence[str]] = (),
     ):
-        self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
+        self._config = config
+        self._outputs = outputs
+        self._screen = screen
+        self._main = main
         self._on_host = on_host
         self._thumbnails = thumbnails
         self.about: dict[str, str] = {}
@@ -70,7 +73,8 @@ class Reporting:
         self._tables = tables
         if not self._main:
             return
-        config, outputs = self._config, self._outputs
+        config = self._config
+        outputs = self._outputs
         self.metrics = log.Metrics(outputs.metrics, progress.metrics_bytes)
         options = dataclasses.asdict(config)
         self._services = log.open_services(config.report_to, outputs.directory, config.project_name, options)

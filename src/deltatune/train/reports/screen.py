@@ -21,7 +21,8 @@ from .columns import Columns, Record, duration, gigabytes, sparkline, three_digi
 from .log import REWARD, SAMPLES, is_right, tally
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
-_SHOWN, _SHOWN_WHOLE = 100, 400
+_SHOWN = 100
+_SHOWN_WHOLE = 400
 # The answers of an iteration that are shown; the report has all of them.
 _SAMPLES = 3
 # No terminal needs longer lines, which would be hard to read.
@@ -60,7 +61,8 @@ class Screen:
     """
 
     def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False, plain: bool = False):
-        self._shown, self.verbose = shown, verbose
+        self._shown = shown
+        self.verbose = verbose
         self._console = console or _Console(highlight=False, force_terminal=False if plain else None)
         self._facts: list[Fact] = []
         self._columns = Columns(plain=self._console.options.ascii_only)
@@ -155,7 +157,8 @@ class Screen:
 
     def stop(self) -> None:
         """Remove the bar."""
-        bar, self._bar = self._bar, None
+        bar = self._bar
+        self._bar = None
         if bar is not None:
             with self.unread():
                 bar.stop()

@@ -30,7 +30,8 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig, world: World):
         self.path = Path(config.adapter_path)
-        self._config, self._world = config, world
+        self._config = config
+        self._world = world
         self._lock = FileLock(self._lock_path())
         self._entered = 0
 
@@ -79,7 +80,8 @@ class RunFolder:
         return state.state_path(self.path).with_name("lock")
 
     def _refuse_unusable(self) -> None:
-        config, flag = self._config, f"--adapter-path {self.path}"
+        config = self._config
+        flag = f"--adapter-path {self.path}"
         if config.model is not None and _same_folder(config.model, self.path):
             raise UserError(
                 f"{flag} is the folder of the model, whose files the run would overwrite; choose another folder."
@@ -118,7 +120,8 @@ class RunFolder:
 
     def _refuse_immovable(self) -> None:
         """Refuse an earlier run that cannot be moved away, because this one needs something in its folder."""
-        folder, config = self.path.resolve(), self._config
+        folder = self.path.resolve()
+        config = self._config
         needed = {"the current folder": str(Path.cwd()), "the model": config.model, "the data": config.data}
         inside = {name: Path(path) for name, path in needed.items() if path is not None}
         reasons = [name for name, path in inside.items() if path.exists() and path.resolve().is_relative_to(folder)]

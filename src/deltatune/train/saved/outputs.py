@@ -40,7 +40,9 @@ class Outputs:
         self.metrics = self.directory / "metrics.jsonl"
         self.report = self.directory / "report.html"
         self.best = self.directory / "best"
-        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._model = model
+        self._tokenizer = tokenizer
+        self._config = config
         self._checkpoint: TrainedCheckpoint | None = None
         if config.fine_tune_type == "full":
             if model_config is None:

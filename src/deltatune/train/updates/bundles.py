@@ -95,7 +95,8 @@ class Bundles:
             kind = leaf.dtype, (used_as or {}).get(path), self._groups.get(path, _PLAIN)
             bundle, room = kinds.get(kind, (None, 0))
             if bundle is None or leaf.size > room or len(bundle.paths) >= members:
-                bundle, room = Bundle([], [], *kind[1:]), most
+                bundle = Bundle([], [], *kind[1:])
+                room = most
                 self.all.append(bundle)
             bundle.paths.append(path)
             bundle.shapes.append(tuple(leaf.shape))

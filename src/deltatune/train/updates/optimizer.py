@@ -68,7 +68,8 @@ class EightBit(mlx.optimizers.Adam):
     def _piece(self, part: dict[str, mx.array], scales: dict[str, mx.array]) -> list[mx.array]:
         """Return the updated numbers, and the codes and scales of both moments."""
         moments = {name: dequantized(part[name], scales[name], signed=name == "m") for name in ("m", "v")}
-        gradient, parameter = part["gradient"].astype(mx.float32), part["parameter"]
+        gradient = part["gradient"].astype(mx.float32)
+        parameter = part["parameter"]
         updated = super().apply_single(gradient, parameter.astype(mx.float32), moments).astype(parameter.dtype)
         return [updated, *quantized(moments["m"], signed=True), *quantized(moments["v"], signed=False)]
 
@@ -107,7 +108,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     name: getattr(schedulers, name) for name in ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 }
 _SCHEDULE_KEYS = ["name", "arguments", "warmup", "warmup_init"]
-_RATE, _COUNT, _SHARE, _ABOVE_0 = Range(least=0), Range(least=1), Range(least=0, below=1), Range(above=0)
+_RATE = Range(least=0)
+_COUNT = Range(least=1)
+_SHARE = Range(least=0, below=1)
+_ABOVE_0 = Range(above=0)
 # The type and the range of the arguments of schedules and the settings of optimizers, by name; `optimizer.name` where
 # a name means something else in that optimizer. A list holds two numbers.
 _SETTINGS: dict[str, tuple[Any, Range | None]] = {
@@ -138,7 +142,8 @@ def build_schedule(settings: dict[str, Any]) -> Schedule:
     for key in settings:
         if key not in _SCHEDULE_KEYS:
             raise UserError(f"lr_schedule: unknown key {short(key)}{nearest(str(key), _SCHEDULE_KEYS)}.")
-    name, arguments = settings.get("name"), settings.get("arguments")
+    name = settings.get("name")
+    arguments = settings.get("arguments")
     if not isinstance(name, str) or name not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise UserError(
@@ -178,7 +183,8 @@ def _rate_of(config: TrainConfig) -> float | Schedule:
     warmup = math.ceil(config.warmup * updates) if config.warmup < 1 else int(config.warmup)
     # A share of a single update would be all of it, and leave its rate at 0.
     warmup = 0 if config.warmup < 1 and updates == 1 else warmup
-    peak, word = config.learning_rate, config.lr_schedule
+    peak = config.learning_rate
+    word = config.lr_schedule
     if word == "constant" and not warmup:
         return peak
 

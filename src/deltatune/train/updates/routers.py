@@ -49,7 +49,8 @@ class RouterLosses(NamedTuple):
         of the micro-batch's targets on all ranks. Without any target, nothing is trained. `sums` are those that the
         routers collected, and `weight` is that of the targets on this rank.
         """
-        total, weight_of_all = sum(sums[1:], start=sums[0]), weight
+        total = sum(sums[1:], start=sums[0])
+        weight_of_all = weight
         if self.wait_for_ranks:
             assert self.over_ranks is not None
             *_, weight_of_all = summed = self.over_ranks(mx.stop_gradient(mx.concatenate([total, weight[None]])))
