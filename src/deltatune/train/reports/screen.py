@@ -212,7 +212,9 @@ def gauge(share: float, plain: bool = False) -> Text:
     """Return a bar for a share of a whole, in a colour for its nearness to the whole."""
     filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
     full, empty = ("#", "-") if plain else ("━", "─")
-    style = "green" if share < 0.8 else "yellow" if share <= 1 else "red"
+    style = "red"
+    if share <= 1:
+        style = "green" if share < 0.8 else "yellow"
     return Text.assemble((full * filled, style), (empty * (_GAUGE - filled), "dim"), f" {share:.1%}")
 
 
