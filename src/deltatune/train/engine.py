@@ -100,7 +100,8 @@ class Engine:
 
     def read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
         """Wait for the numbers of an iteration."""
-        return Advance(tuple(as_numpy(numbers).tolist()), None if norm is None else number(norm))
+        loss, weight, tokens, asked, *figures = as_numpy(numbers).tolist()
+        return Advance(loss, weight, tokens, asked, figures, None if norm is None else number(norm))
 
 
 class _Started(NamedTuple):
@@ -130,8 +131,11 @@ class EarlyEngine(Engine):
         before = self.step.before_update()
         try:
             with mx.stream(self._launcher.stream):
+                if not goes_on:
+                    self._launcher.finish()
+                    return super().advance(batch, goes_on)
                 numbers = self.added(batch, self.micro_batch(batch))
-                norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
+                norm = self._launched_beside(numbers) if started else self._launched_here(numbers)
             return self.read(numbers, norm)
         except BaseException:
             # The update was built before the sums were known to be computed.
@@ -139,23 +143,15 @@ class EarlyEngine(Engine):
             self.state.end_update()
             raise
 
-    def _launched_here(self, numbers: mx.array, goes_on: bool) -> mx.array | None:
-        """Compute the sums, then the update if it is due, then the next micro-batch if one follows; return the norm.
-
-        Unless one follows, each is evaluated to its end before the next is built.
-        """
+    def _launched_here(self, numbers: mx.array) -> mx.array | None:
+        """Launch the sums, then the update if it is due, then the next micro-batch; return the norm."""
         completes = self.completes
         self._launcher.finish()
-        if goes_on:
-            mx.async_eval(self.state.sums, numbers)
-        else:
-            with self.ending.waiting():
-                mx.eval(self.state.sums, numbers)
+        mx.async_eval(self.state.sums, numbers)
         norm = self.updated()
-        (mx.async_eval if goes_on else mx.eval)(self.step.parameters(), self.step.optimizer.state, norm)
-        if goes_on:
-            self._start_next(completes)
-            self._launch_started(mx.async_eval)
+        mx.async_eval(self.step.parameters(), self.step.optimizer.state, norm)
+        self._start_next(completes)
+        self._launch_started(mx.async_eval)
         return norm
 
     def _launched_beside(self, numbers: mx.array) -> mx.array | None:

@@ -263,20 +263,20 @@ class Iterations:
         except InterruptedSamplingError:
             return True
         self._batches.append(batch)
-        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._engine.advance(batch, self._goes_on())
+        advance = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1
-        if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
-            self._fail(loss_sum, norm)
-        if norm is not None:
-            progress.grad_norm = norm
+        if not (math.isfinite(advance.loss) and math.isfinite(advance.norm or 0.0)):
+            self._fail(advance.loss, advance.norm)
+        if advance.norm is not None:
+            progress.grad_norm = advance.norm
             self.state.end_window()
-        progress.add(loss_sum, weight_sum, all_tokens, reported)
+        progress.add(advance)
         self._freed_memory.after_iteration()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
-        loss = loss_sum / weight_sum if weight_sum else None
-        self.parts.reporting.iteration(progress, seconds, int(all_tokens), loss)
-        return asked > 0
+        loss = advance.loss / advance.weight if advance.weight else None
+        self.parts.reporting.iteration(progress, seconds, int(advance.tokens), loss)
+        return advance.asked > 0
 
     def _next_batch(self) -> Batch:
         """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""

@@ -78,14 +78,14 @@ class Progress:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(other, name))
 
-    def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
+    def add(self, advance: Advance) -> None:
         """Add the sums of a micro-batch to those since the last report."""
-        self.window_loss += loss
-        self.window_weight += weight
-        before = self.window_figures or [0.0] * len(figures)
+        self.window_loss += advance.loss
+        self.window_weight += advance.weight
+        before = self.window_figures or [0.0] * len(advance.figures)
         # A new list, since earlier copies of the progress share the old one.
-        self.window_figures = [one + other for one, other in zip(before, figures, strict=True)]
-        self.trained_tokens += tokens
+        self.window_figures = [one + other for one, other in zip(before, advance.figures, strict=True)]
+        self.trained_tokens += advance.tokens
 
     def start_report(self) -> None:
         """Reset the sums, after a report."""
@@ -94,11 +94,16 @@ class Progress:
 
 
 class Advance(NamedTuple):
-    """The figures of one iteration."""
+    """The figures of one iteration: sums over all ranks, and the norm of an update's gradients."""
 
-    # Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
-    sums: tuple[float, ...]
-    # The gradients' Euclidean norm before clipping; None if the iteration made no update.
+    loss: float
+    weight: float
+    tokens: float
+    # The ranks that were asked to stop.
+    asked: float
+    # A preference loss's figures and the routers': sums, and how many answers each is the sum of.
+    figures: list[float]
+    # Euclidean, before clipping; None if the iteration made no update.
     norm: float | None
 
 

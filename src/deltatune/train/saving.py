@@ -164,10 +164,7 @@ def agree_on_choices(chosen: Rankings, world: World) -> None:
     """
     if world.size == 1:
         return
-    text = json.dumps(chosen.names).encode() if world.main else b""
-    length = int(world.largest(len(text)))
-    numbers = world.gather(mx.array(list(text.ljust(length)), mx.int32))
-    main = bytes(numbers[0].tolist())  # type: ignore[arg-type]
+    main = world.gather_texts(json.dumps(chosen.names) if world.main else "")[0]
     if not world.main:
         chosen.names.clear()
         chosen.continue_with(json.loads(main))

@@ -18,8 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import mlx.core as mx
-
 from ...errors import UserError
 from ...machine import environment
 from ..distributed import World
@@ -107,12 +105,10 @@ class Peers:
     def _exchange(self) -> list[tuple[int, int, list[str]]]:
         """Return every rank's secret number, port, and the addresses at which it may be reached."""
         host = socket.gethostname()
-        introduction = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()]).encode()
-        room = int(self._world.largest(len(introduction)))
-        padded = mx.array(list(introduction.ljust(room)), mx.uint8)
+        introduction = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()])
         listeners = []
-        for text in self._world.gather(padded).tolist():  # type: ignore[union-attr]
-            secret, port, name, addresses = json.loads(bytes(text))  # type: ignore[arg-type]
+        for text in self._world.gather_texts(introduction):
+            secret, port, name, addresses = json.loads(text)
             listeners.append((secret, port, ["127.0.0.1", *addresses] if name == host else addresses))
         return listeners
 
