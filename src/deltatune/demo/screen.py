@@ -77,7 +77,7 @@ class DemoScreen(Screen):
 
     def report(self, record: Record, **_: Any) -> None:
         """Leave out the trainer's records, but note the mean reward."""
-        self._note_reward(record)
+        self.note_reward(record)
 
     def _padded(self, what: Text | Table, left: int) -> None:
         self.console.print(Padding(what, (0, 1, 0, left)))

@@ -98,7 +98,7 @@ class Screen:
 
         A record of training stands beside the `total` iterations and the seconds that are estimated to be `left`.
         """
-        self._note_reward(record)
+        self.note_reward(record)
         if not self._console.is_terminal:
             self.say(line_of(record, total, left))
         elif SAMPLES in record:
@@ -107,7 +107,8 @@ class Screen:
             for row in self._columns.rows(record | {"left": left}, self._width(), best=best):
                 self._print(row)
 
-    def _note_reward(self, record: Record) -> None:
+    def note_reward(self, record: Record) -> None:
+        """Keep the mean reward of a record that has one, for the bar."""
         if record.get("reward") is not None:
             self.rewards.append(record["reward"])
 
