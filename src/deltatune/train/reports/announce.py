@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from ...data import BatchOrder, Splits
 from ...data.batches.stream_order import StreamedSplits, StreamOrder
+from ...errors import first_few
 from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
 from ...machine import backend
@@ -30,8 +31,6 @@ from .report import ReportTable
 from .screen import Fact
 
 UPSTREAMS = "upstream's own code"
-# How many earlier runs a line names before it counts the rest.
-_NAMED = 4
 
 
 def trainable_count(model: nn.Module) -> int:
@@ -80,9 +79,8 @@ def nothing_to_resume(config: TrainConfig) -> str:
     line = f"Note: there is nothing to resume in {folder}: training starts from the beginning."
     if not beside:
         return line
-    names = ", ".join(sorted(map(str, beside))[:_NAMED])
-    more = f" and {len(beside) - _NAMED} more" if len(beside) > _NAMED else ""
-    return f"{line} If you meant another run, stop this one: --adapter-path may be {names}{more}."
+    names = first_few(sorted(map(str, beside)), most=4, separator=", ")
+    return f"{line} If you meant another run, stop this one: --adapter-path may be {names}."
 
 
 def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
