@@ -1,7 +1,5 @@
 """Shared by the tests of every kind of adapter: random adapters, float64 references and mlx-lm's own layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

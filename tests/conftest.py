@@ -4,8 +4,6 @@
 session: read it, copy it before changing anything.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -210,7 +208,7 @@ def write_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_checkpoint(tmp_path_factory):
     """tiny_checkpoint(family, *, seed=0, quantize=None, dtype=mx.float32, chat_template=..., **text_options) -> Path.
 
     One folder for each set of arguments and session. Families: FAMILIES above. `quantize` is a dict with any of
@@ -243,13 +241,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+def checkpoint(tiny_checkpoint):
     """A checkpoint of one gated-delta and one attention layer."""
     return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 @pytest.fixture(scope="session")
-def full_disk() -> Path:
+def full_disk():
     """A file that can be opened but refuses all bytes, as a full disk does. macOS has none."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
@@ -257,7 +255,7 @@ def full_disk() -> Path:
 
 
 @pytest.fixture(scope="session")
-def peak_bytes() -> Callable[[Callable[[], object]], int]:
+def peak_bytes():
     """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
 
     MLX waits for each operation before it makes room for the next: without a limit a CPU's queue runs up to a hundred
@@ -280,14 +278,14 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
 
 
 @pytest.fixture(scope="session")
-def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host_folder(request, tmp_path_factory):
     """The host machine's compiled kernels, kept between sessions by their text and compiler."""
     cache = getattr(request.config, "cache", None)
     return cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> Callable[..., nn.Module]:
+def tiny_model():
     """tiny_model(family, seed=0, **text_options) -> a fresh random model, no files, no tokenizer."""
 
     def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
@@ -297,7 +295,7 @@ def tiny_model() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def tiny_vision_model() -> Callable[..., nn.Module]:
+def tiny_vision_model():
     """tiny_vision_model(family, seed=0, **text_options) -> mlx-vlm's model with random weights."""
     pytest.importorskip("mlx_vlm")
 
@@ -309,7 +307,7 @@ def tiny_vision_model() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_vision_checkpoint(tmp_path_factory):
     """tiny_vision_checkpoint(family, *, seed=0, **text_options) -> folder, one for each set of arguments."""
     pytest.importorskip("mlx_vlm")
     made: dict[str, Path] = {}
@@ -330,7 +328,7 @@ def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.fixture(autouse=True)
-def _records_are_trusted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _records_are_trusted(request, monkeypatch):
     """The small cases of the patches run where they are tested: elsewhere tests that count calls would see them."""
     room = request.path.relative_to(Path(__file__).parent).parts[0]
     asks = request.path.parent.name == "patches" or room in ("doctor", "selftest")
@@ -341,7 +339,7 @@ def _records_are_trusted(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+def run(capsys):
     """run(*arguments) -> (exit code, standard output, standard error)."""
 
     from deltatune import cli

@@ -4,8 +4,6 @@ A call does not see the effects of start-up: imported modules, the environment, 
 of processor time that a process needs for its imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The families that deltatune trains, as config.json of tiny models has them, and noise for their random weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

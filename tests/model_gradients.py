@@ -1,7 +1,5 @@
 """Losses and gradients of whole models, and how far two sets of gradients differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Gives tiny checkpoints of Qwen3.5 a multi-token-prediction head, as released ones have it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,5 @@
 """Tiny models of families that deltatune must not take for gated-delta ones."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
@@ -142,7 +139,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def other_model() -> Callable[..., nn.Module]:
+def other_model():
     """other_model(family, **options) -> a fresh tiny model, of OTHERS or with these options."""
 
     def factory(family: str, **options: Any) -> nn.Module:

@@ -4,8 +4,6 @@ A slow file that comes last keeps one process working alone. Files that are not 
 the ones with most tests first, as pytest-xdist orders all of them by itself.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs the console script on a pseudo-terminal, and shows the screen that a person sees there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

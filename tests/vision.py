@@ -1,7 +1,5 @@
 """Tiny vision-language checkpoints of every family, written without a download, for fixtures of tests/conftest.py."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

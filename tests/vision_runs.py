@@ -1,7 +1,5 @@
 """Helpers for tests that train on images or videos: flags of a short run, and checks that hold for both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

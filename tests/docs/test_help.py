@@ -65,7 +65,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tiny_checkpoint, tmp_path_factory) -> Shop:
+def shop(tiny_checkpoint, tmp_path_factory):
     made = Shop(tmp_path_factory.mktemp("help"))
     (made.folder / "data").mkdir()
     for name in ("train", "valid", "test"):

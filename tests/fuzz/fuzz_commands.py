@@ -1,7 +1,5 @@
 """Runs commands in a worker process, and decides whether one ended as every command must."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

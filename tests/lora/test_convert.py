@@ -1,7 +1,5 @@
 """The parameters that a conversion makes trainable, its report, and merging the adapters again."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """The memory of the default device."""
 
-from __future__ import annotations
-
 import pytest
 
 from deltatune.machine import backend

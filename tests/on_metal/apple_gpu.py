@@ -4,8 +4,6 @@
 0.32.4 on a Mac with an M3. Arrays are computed on this machine's CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

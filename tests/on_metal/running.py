@@ -1,7 +1,5 @@
 """Runs commands of deltatune on the stand-in for a Mac (stand_in.py), all in one process."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

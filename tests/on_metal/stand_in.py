@@ -12,8 +12,6 @@ it was put into a graph.
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Runs the launches of a test on the device that its fixture `execute` is, or on a host machine as if on a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +10,7 @@ from deltatune.ops.operator import first_use
 
 
 @pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+def _device(request):
     if "execute" not in request.fixturenames:
         yield
         return
@@ -21,7 +19,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def pretend_gpu(monkeypatch):
     """Return pretend_gpu(device, is_right=...) -> the names of the launches, as they are made.
 
     MLX's device passes for an NVIDIA GPU, with kernels that are right, and `device` runs the launches.

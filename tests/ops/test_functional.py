@@ -1,7 +1,5 @@
 """The rules that a training step's graph leaves out, and those that it keeps."""
 
-from __future__ import annotations
-
 import io
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The context that holds a packed batch's segments, and the attention mask that is built from them."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The known faults of mlx-lm's models, shown on tiny models beside transformers' own. Live."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TRL beside deltatune on recorded rollouts, run live. `make oracle`; fails where trl is absent."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from parity import rollouts

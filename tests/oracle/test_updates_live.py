@@ -1,7 +1,5 @@
 """TRL's trainer beside deltatune over thirty updates on recorded answers, run live. `make oracle`."""
 
-from __future__ import annotations
-
 import pytest
 from parity.updates import CASES
 

@@ -1,7 +1,5 @@
 """Folders with weights of two builds: the build that transformers loads is the one that is loaded here. Live."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Makes a stand-in for a package of upstream: its own files under another version, with some of its code changed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """A refusal's advice on smaller adapters and moments: typed as it stands there, it saves the stated bytes, and fits."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

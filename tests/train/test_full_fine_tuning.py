@@ -1,7 +1,5 @@
 """The graph of a full fine-tuning's step on an NVIDIA GPU: its update is the launches and nothing else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

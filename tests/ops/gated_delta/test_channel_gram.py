@@ -1,7 +1,5 @@
 """The decayed products that are computed by halving, against their definition pair by pair in float64."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

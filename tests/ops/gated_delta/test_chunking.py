@@ -1,7 +1,5 @@
 """Cutting a sequence into groups of chunks, and putting it together again."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """Both inverses against float64, on matrices where repeated squaring fails."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,13 +1,10 @@
 """Fixtures that run the fused operator, forward and backward, on the host machine, and the recurrence in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -43,35 +40,35 @@ def metal_tiling(**changes: int) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def machine(host_folder: Path):
+def machine(host_folder):
     return host.HostMachine(host_folder)
 
 
 @pytest.fixture(scope="session")
-def watching(host_folder: Path):
+def watching(host_folder):
     """A host machine that checks every access to threadgroup memory for races."""
     return host.HostMachine(host_folder, watch=True)
 
 
 @pytest.fixture(scope="session")
-def nvidia_sized(host_folder: Path):
+def nvidia_sized(host_folder):
     """Host machines with an NVIDIA GPU's memory per block, by whether they watch for races."""
     return {watch: host.HostMachine(host_folder, watch=watch, bytes=NVIDIA_BYTES) for watch in (False, True)}
 
 
 @pytest.fixture(scope="session")
-def host_module() -> ModuleType:
+def host_module():
     return host
 
 
 @pytest.fixture
-def table() -> ModuleType:
+def table():
     """The module of cases, tests/ops/gated_delta/cases.py."""
     return cases
 
 
 @pytest.fixture
-def on_host() -> Callable:
+def on_host():
     """Return on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, erases=True, **tiling).
 
     It returns (results, truth), dictionaries of arrays by name. `lanes` seeds the order of the lanes, `tiling` changes
@@ -116,7 +113,7 @@ def on_host() -> Callable:
 
 
 @pytest.fixture
-def check(on_host, errors) -> Callable:
+def check(on_host, errors):
     """Return check(machine, case, dtype, **options): run `on_host` and compare every result with the case's bound."""
 
     def run(machine, case, dtype: str, **options) -> tuple[dict, dict]:
@@ -147,7 +144,7 @@ def _wide(array: mx.array) -> np.ndarray:
 
 
 @pytest.fixture
-def errors() -> Callable[[dict, dict], dict[str, float]]:
+def errors():
     """Return errors(results, truth) -> by name, the largest error relative to the largest true element.
 
     An error that is not finite counts as infinite.
@@ -174,7 +171,7 @@ def _norm(error: np.ndarray, exact: np.ndarray) -> float:
 
 
 @pytest.fixture
-def norms() -> Callable[[dict, dict], dict[str, float]]:
+def norms():
     """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
 
     def measure(results: dict, truth: dict) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Linear layers with LoRA that read one input, by kernels on the host machine, against float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

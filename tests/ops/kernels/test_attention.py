@@ -1,7 +1,5 @@
 """The fused kernels of attention: Metal's text and Hopper's run on the host machine, and are compared with float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from pathlib import Path

@@ -3,9 +3,6 @@
 Every GPU runs the portable text, which is Metal's here. Hopper has a kernel of its own for most products.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -96,7 +93,7 @@ def within(result: mx.array, truth: np.ndarray, dtype: str = "bfloat16") -> bool
 
 
 @pytest.fixture(scope="module")
-def machine(host_folder) -> Callable[..., HostMachine]:
+def machine(host_folder):
     """Return machine(text=PORTABLE, watch=False) -> a host machine with the shared memory of an NVIDIA GPU's block."""
     made = {}
 
@@ -110,13 +107,13 @@ def machine(host_folder) -> Callable[..., HostMachine]:
 
 
 @pytest.fixture
-def run(machine) -> Callable[..., mx.array]:
+def run(machine):
     """Return run(launch, seed=1, ...) -> the output of the portable kernel."""
     return lambda launch, seed=1, **options: machine(**options).run(launch, seed)[0]
 
 
 @pytest.fixture
-def on_hopper(machine, monkeypatch) -> Callable[..., mx.array]:
+def on_hopper(machine, monkeypatch):
     """Return on_hopper(case, transpose, text=HOPPER, seed=1, blocks=3, ...) -> the product, by so many blocks."""
     monkeypatch.setattr(grouped_hopper, "_BLOCKS_EACH", 1)
 
@@ -382,7 +379,7 @@ def test_an_adapters_padding_is_zeros(defect, on_hopper):
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> Callable[..., None]:
+def gpu(monkeypatch):
     """Return gpu(machine): MLX passes for running on an NVIDIA GPU that this machine stands for; nothing is tried."""
 
     def use(machine) -> None:

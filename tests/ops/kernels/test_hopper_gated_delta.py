@@ -1,7 +1,5 @@
 """Hopper's kernels for the gated delta rule, run on the host machine and compared with float64."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +41,7 @@ def as_it_is(x: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[tuple, list[mx.array]]:
+def known():
     """The results of kernels with unchanged text: a defect changes one kernel of a call, or two."""
     return {}
 

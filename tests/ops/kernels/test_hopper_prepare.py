@@ -1,7 +1,5 @@
 """Hopper's prepare kernel by itself, on a host machine that watches for races, compared with float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The refusals of the host machine, shown by defects planted into a right kernel of a few lines."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

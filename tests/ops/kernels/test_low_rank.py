@@ -1,7 +1,5 @@
 """LoRA's products by kernels: their text runs on the host machine, against float64. Outputs start as NaN."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -324,7 +322,7 @@ def test_how_the_work_is_divided(monkeypatch):
 
 
 @pytest.fixture
-def on_gpu(gpu, pretend_gpu, monkeypatch) -> list[str]:
+def on_gpu(gpu, pretend_gpu, monkeypatch):
     """Pretend that MLX runs on an NVIDIA GPU, on which every product is large; returns the kernels' names, as used."""
     monkeypatch.setattr(low_rank, "LEAST", 1)
     return pretend_gpu(gpu.run)

@@ -1,7 +1,5 @@
 """Defects planted into the kernels' text: each must make the comparison fail, or be refused by the host machine."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The choice by time: made timers, and implementations of attention with results that are chosen here."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

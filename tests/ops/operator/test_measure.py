@@ -1,7 +1,5 @@
 """The measure of error, and arrays drawn for a trial."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

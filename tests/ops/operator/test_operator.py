@@ -1,7 +1,5 @@
 """Which implementations of an operator each device gets, and the refusal of one that cannot run."""
 
-from __future__ import annotations
-
 import pytest
 
 from deltatune.errors import UserError

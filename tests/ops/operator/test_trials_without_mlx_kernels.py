@@ -1,7 +1,5 @@
 """Trials need no kernels that MLX compiles on an NVIDIA GPU: a start waited fifteen seconds for those of two trials."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

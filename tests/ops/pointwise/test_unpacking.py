@@ -1,7 +1,5 @@
 """Unpacking, on the host machine or a GPU, against float64 rounded once; its gradients; and when it is used."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

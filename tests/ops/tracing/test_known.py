@@ -1,7 +1,5 @@
 """Facts about arrays: by the very array, for each kind of fact, for as long as the array lives."""
 
-from __future__ import annotations
-
 import gc
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The trace: contexts nest and end, a thread begins outside them, and a misspelt attribute is refused."""
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import FrozenInstanceError, fields, replace

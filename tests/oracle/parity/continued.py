@@ -1,7 +1,5 @@
 """An adapter that goes to PEFT, and the training that goes on from there on this side. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial

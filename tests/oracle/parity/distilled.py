@@ -1,7 +1,5 @@
 """Parity of distillation: the divergences to compare with TRL's, and deltatune's side of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

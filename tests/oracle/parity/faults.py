@@ -1,7 +1,5 @@
 """Replays of recordings, and faults to plant in deltatune: each must turn a replay red, or it proves nothing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Parity on preferences: the losses to compare with TRL's, and the pairs for both sides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

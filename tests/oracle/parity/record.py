@@ -1,7 +1,5 @@
 """Live runs: transformers against deltatune, and the recordings made from them. Needs torch."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata

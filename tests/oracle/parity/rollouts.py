@@ -1,7 +1,5 @@
 """Recorded rollouts on which deltatune and TRL compute advantages, losses and gradients, and deltatune's side of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mamba-2's layers and Lightning attention of mlx-lm, with deltatune's linear attention in them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import mlx.core as mx
