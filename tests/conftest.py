@@ -38,8 +38,7 @@ import beside
 import mlx_headers
 import vision
 from deltatune.machine import blas, compiling
-from families import FAMILIES, NESTED, VOCABULARY, with_noise
-from other_models import other_model  # noqa: F401  (a fixture)
+from families import FAMILIES, NESTED, OTHERS, PARTS, VOCABULARY, with_noise
 from slowest_first import slowest_first
 
 mlx_headers.read_once(mlx_headers.kept_in(Path(sys.prefix)))
@@ -136,13 +135,18 @@ def family_config(family: str, **overrides: Any) -> dict[str, Any]:
     return {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"} | flat}
 
 
-def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """A model with random weights."""
+def new_model(config: dict[str, Any]) -> nn.Module:
+    """A model as mlx-lm makes it."""
     from mlx_lm.utils import _get_classes
 
-    mx.random.seed(seed)
     model_class, arguments_class = _get_classes(config)
-    return with_noise(model_class(arguments_class.from_dict(copy.deepcopy(config))))
+    return model_class(arguments_class.from_dict(copy.deepcopy(config)))
+
+
+def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """A model with random weights."""
+    mx.random.seed(seed)
+    return with_noise(new_model(config))
 
 
 def write_tokenizer(
@@ -290,6 +294,16 @@ def tiny_model():
 
     def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
         return build_model(family_config(family, **overrides), seed)
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def other_model():
+    """other_model(family, **options) -> a fresh random model of OTHERS, or of another family with these options."""
+
+    def factory(family: str, **options: Any) -> nn.Module:
+        return new_model({"model_type": family} | OTHERS.get(family, PARTS["common_of_others"]) | options)
 
     return factory
 

@@ -12,7 +12,7 @@ from mlx_lm.models import gpt2
 from console import called
 from deltatune.errors import UserError
 from deltatune.train.learned_positions import check_positions, learned_positions, unscaled_positions
-from other_models import OTHERS
+from families import OTHERS
 
 CONFIG = OTHERS["gpt2"] | {"model_type": "gpt2", "vocab_size": 320}
 

@@ -7,20 +7,9 @@ import pytest
 
 from conftest import write_checkpoint
 from console import called
+from families import PLAIN
 
-BASE = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+BASE = PLAIN | {"head_dim": 16, "rope_theta": 10000.0, "tie_word_embeddings": True}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
