@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -353,6 +354,12 @@ def whole(name: str) -> str:
     """Return the text of a file in this folder, with those of this folder that it includes."""
     text = Path(__file__).with_name(name).read_text()
     return INCLUDED.sub(lambda found: whole(found[1]), text)
+
+
+def defects(kernels: str) -> dict[str, tuple[str, ...]]:
+    """Return what planted.toml has to plant into these kernels, by the names of the defects."""
+    table = tomllib.loads(Path(__file__).with_name("planted.toml").read_text(encoding="utf-8"))[kernels]
+    return {name: tuple(change) for name, change in table.items()}
 
 
 def plant(text: str, old: str, new: str) -> str:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from host_machine import defects
 
 from beside import load
 from deltatune.lora.linear import LoRALinear
@@ -61,12 +62,7 @@ def test_no_bit_depends_on_the_order_of_lanes_and_blocks(make_machine, monkeypat
     assert _errors(machine, 3, 8, rows=300, seed=1) == _errors(machine, 3, 8, rows=300, seed=2)
 
 
-DEFECTS = {
-    "the first adapter alone": ("if (rank >= i * EACH) part = parts[i];", ""),
-    "the next rank's adapter": ("if (rank >= i * EACH)", "if (rank + 8 >= i * EACH)"),
-    "ranks of all adapters in a line": ("line * EACH + rank % EACH", "line * EACH + rank"),
-    "lines of all adapters": ("line * EACH + rank % EACH", "line * EACH * COUNT + rank % EACH"),
-}
+DEFECTS = defects("adapted products")
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

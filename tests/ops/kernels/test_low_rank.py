@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import some_daily
+from host_machine import defects, some_daily
 
 from beside import load
 from deltatune.lora.linear import with_low_rank
@@ -203,44 +203,7 @@ def test_no_mark_stays_in_memory(shape, gpu, divide):
 
 
 # Each defect, after a product that shows it: the text, and what replaces it.
-DEFECTS = {
-    "rows: other inputs of the weight": (
-        "(g >> 1) * 8 + i * 2 + (g & 1), column",
-        "(g >> 1) * 8 + (i ^ 1) * 2, column",
-    ),
-    "rows: inputs that are loaded and not multiplied": ("start += 2 * step", "start += 3 * step"),
-    "rows: rows past the end": ("return number < count ? number : count - 1;", "return number;"),
-    "rows: inputs past the end": ("inputs + k, k < inputs ? 8 : 0);\n  }\n  DELTA", "inputs + k, 8);\n  }\n  DELTA"),
-    "rows: a result past the end": ("if (from + row >= rows) continue;", ""),
-    "rows: no transposed fragments": ("if (!TRANSPOSED) b = across_lanes(b)", "if (TRANSPOSED) b = across_lanes(b)"),
-    "rows: no barrier before the sums": ("  barrier();\n", ""),
-    "rows: a group left out": ("group < GROUPS; ++group) sum", "group < GROUPS - 1; ++group) sum"),
-    "both: rows in another order": ("t * 2 + (i & 1) + (i >> 1) * 8", "t * 4 + i"),
-    "both: columns past the end": ("row < end && column < columns ? 8", "row < end ? 8"),
-    "both: the rows of the next block": ("row < end && column < columns ? 8", "column < columns ? 8"),
-    "both: a column past the end": ("i / RANK) < columns;", "i / RANK) < columns + 8;"),
-    "both: columns that are not neighbours": ("line, line + 1, n, at.lane", "line, line, n, at.lane"),
-    "both: rows of a transposed fragment": (
-        "{across_lanes(a[0]), across_lanes(a[2])",
-        "{across_lanes(a[0]), across_lanes(a[1])",
-    ),
-    "both: another order of the weight": ("pair[1] = pair_of_seconds", "pair[1] = pair_of_firsts"),
-    "both: a side left out": ("side < SIDE; ++side)\n      sum +=", "side < SIDE - 1; ++side)\n      sum +="),
-    "both: one place for two rounds": ("memory + turn * along_floats", "memory"),
-    "both: a block that does not wait": ("missing) == 0.0f", "missing) == 1.0f"),
-    "both: the marks of others": ("marks + 2 * at.x * share.parts", "marks + 2 * at.y * share.parts"),
-    "both: a share left out": (
-        "i < 8; ++i)\n      if (start + i < count)",
-        "i < 4; ++i)\n      if (start + i < count)",
-    ),
-    "rows, b: ranks past the end": ("column < RANK && k < inputs ? 8 : 0", "k < inputs ? 8 : 0"),
-    "wide: rows of y past the end": ("if (row < rows && first < columns) store", "if (first < columns) store"),
-    "wide: the other columns of a pair": ("second_of<In>(pair) + factor * sums[2 * i + 1]", "second_of<In>(pair)"),
-    "wide, a: other columns of the weight": (
-        "(g >> 1) * 8 + j * 2 + (g & 1), columns",
-        "(g >> 1) * 8 + (j ^ 1) * 2, columns",
-    ),
-}
+DEFECTS = defects("low rank")
 
 
 def test_planted_defects_have_their_places(host_module):
