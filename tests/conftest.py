@@ -5,6 +5,7 @@ session: read it, copy it before changing anything.
 """
 
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -248,6 +249,29 @@ def tiny_checkpoint(tmp_path_factory):
 def checkpoint(tiny_checkpoint):
     """A checkpoint of one gated-delta and one attention layer."""
     return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
+
+
+@pytest.fixture(scope="session")
+def _forecasts():
+    return {}
+
+
+@pytest.fixture
+def kept_forecasts(_forecasts, monkeypatch):
+    """A step that one test has planned is not planned again: by the model's arrays, the options and the step."""
+    from deltatune.plan.forecast import Steps
+
+    plain = Steps.forecast
+
+    def forecast(self: Steps, *step: Any, **options: Any) -> Any:
+        arrays = [(name, array.shape, array.dtype) for name, array in tree_flatten(self.model.parameters())]
+        trained = [name for name, _ in tree_flatten(self.model.trainable_parameters())]
+        key = repr((arrays, trained, dataclasses.replace(self.config, adapter_path="any"), step, options))
+        if key not in _forecasts:
+            _forecasts[key] = plain(self, *step, **options)
+        return _forecasts[key]
+
+    monkeypatch.setattr(Steps, "forecast", forecast)
 
 
 @pytest.fixture(scope="session")
