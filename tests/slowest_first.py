@@ -54,11 +54,7 @@ SLOWEST = (
 
 
 def slowest_first(items: list[pytest.Item]) -> None:
-    """Sort tests by file; those of a file stay together and in their order.
-
-    Raises:
-        pytest.UsageError: A file that is named above is not there.
-    """
+    """Sort tests by file; those of a file stay together, in their order. A named file that is missing is an error."""
     missing = [name for name in SLOWEST if not (TESTS / name).is_file()]
     if missing:
         raise pytest.UsageError(f"tests/slowest_first.py names files that are not there: {', '.join(missing)}")

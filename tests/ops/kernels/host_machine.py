@@ -178,15 +178,11 @@ extern "C" const char* {entry}(void** data, const uint64_t* sizes, int x, int y,
 
 
 class HostMachine:
-    """Runs launches on the CPU.
+    """Runs launches of a text, compiled into `folder`, with so many bytes of threadgroup memory a block.
 
-    Args:
-        folder: Holds the compiled libraries; each specialisation of a kernel is compiled once.
-        text: The text of the kernels; by default the Metal text of every gated delta kernel.
-        watch: Whether every access to threadgroup memory is checked for races, which no order of lanes can hide.
-        bytes: The threadgroup memory that a block may have; by default a Mac's.
-        cuda: Whether the text is CUDA's alone, where pointers name no address space.
-        optimised: Whether the text is optimised, which takes the compiler four times as long.
+    By default the text is Metal's of all gated delta kernels; `cuda` is for CUDA's: pointers without address spaces.
+    `watch` checks every access to threadgroup memory for races, which no order of lanes can hide. `optimised` takes the
+    compiler four times as long.
     """
 
     def __init__(

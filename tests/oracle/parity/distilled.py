@@ -25,12 +25,7 @@ from .pairs import two_layers
 
 @dataclass(frozen=True)
 class DistilledCase:
-    """A divergence, and the options with which both sides compute it.
-
-    Args:
-        beta: From 0, forward, to 1, reverse.
-        temperature: Divides both models' logits.
-    """
+    """A divergence from 0, forward, to 1, reverse, of logits that the temperature divides."""
 
     beta: float
     temperature: float = 1.0
