@@ -8,6 +8,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from deltatune.ops.operator.measure import as_float64 as float64
+
 
 def adapted(kind: Any, base: nn.Module, rank: int, scale: float, dropout: float = 0.0) -> Any:
     """An adapter with random factors and magnitudes, so that its update is not zero."""
@@ -17,10 +19,6 @@ def adapted(kind: Any, base: nn.Module, rank: int, scale: float, dropout: float 
         adapter.m = adapter.m * mx.random.uniform(0.5, 1.5, adapter.m.shape)
     adapter.unfreeze_adapter()
     return adapter
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def value_and_gradients(

@@ -16,6 +16,7 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import fused_bound
 from deltatune.ops.kernels.launch import on
+from deltatune.ops.operator.measure import as_float64
 
 HERE = Path(__file__).parent
 
@@ -135,12 +136,8 @@ def drawn_and_true(case, dtype: mx.Dtype, per_channel: bool, erases: bool) -> tu
     dstate = draw.normal(size=inputs["initial_state"].shape).astype(np.float32)
     for name in ("q", "k", "v"):
         inputs[name] = mx.array(inputs[name]).astype(dtype)
-    exact = inputs | {name: _wide(inputs[name]) for name in ("q", "k", "v")}
-    return inputs, dy, dstate, oracle.recurrence(exact, _wide(dy), dstate)
-
-
-def _wide(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
+    exact = inputs | {name: as_float64(inputs[name]) for name in ("q", "k", "v")}
+    return inputs, dy, dstate, oracle.recurrence(exact, as_float64(dy), dstate)
 
 
 @pytest.fixture
@@ -153,7 +150,7 @@ def errors():
     def measure(results: dict, truth: dict) -> dict[str, float]:
         relative = {}
         for name, exact in truth.items():
-            result = _wide(results[name])
+            result = as_float64(results[name])
             assert result.shape == exact.shape, name
             error, largest = np.abs(result - exact).max(), np.abs(exact).max()
             # Where the truth is zero throughout, only zero is right.
@@ -175,6 +172,6 @@ def norms():
     """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
 
     def measure(results: dict, truth: dict) -> dict[str, float]:
-        return {name: _norm(_wide(results[name]) - exact, exact) for name, exact in truth.items()}
+        return {name: _norm(as_float64(results[name]) - exact, exact) for name, exact in truth.items()}
 
     return measure

@@ -13,6 +13,7 @@ from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
+from deltatune.ops.operator.measure import as_float64
 from deltatune.ops.products import low_rank
 from deltatune.ops.products.low_rank import (
     BOTH,
@@ -65,10 +66,6 @@ def divide(monkeypatch):
     return set_division
 
 
-def _wide(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
-
-
 def _drawn(*shapes: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
     draw = np.random.default_rng(sum(shapes[0]))
     return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype) for shape in shapes]
@@ -81,7 +78,7 @@ def _worst(found: mx.array, exact: np.ndarray, size: np.ndarray, terms: int) -> 
     """
     assert found.shape == exact.shape
     bound = ROUNDING[found.dtype] * np.abs(exact) + terms * 2.0**-23 * size + 2.0**-24
-    worst = (np.abs(_wide(found) - exact) / bound).max()
+    worst = (np.abs(as_float64(found) - exact) / bound).max()
     return float("inf") if np.isnan(worst) else float(worst)
 
 
@@ -122,7 +119,7 @@ def _errors(machine, dtype: mx.Dtype, rows: int, width: int, rank: int, products
     errors = []
     for name in products:
         ours, theirs, _, axes = PRODUCTS[name]
-        wide = [_wide(array) for array in operands[name]]
+        wide = [as_float64(array) for array in operands[name]]
         found, exact, sizes = _on(machine.run, ours, *operands[name]), theirs(*wide), theirs(*map(np.abs, wide))
         errors += [_worst(*each, terms[axis]) for *each, axis in zip(found, exact, sizes, axes, strict=True)]
     return errors
@@ -168,7 +165,7 @@ def test_leading_axes_and_the_shapes_of_results(gpu):
         assert [y.shape for y in both_products(x, h, b)] == [(2, 9, 4), (4, 40)]
         assert add_product(x, h, b).shape == (2, 9, 40)
     assert y.shape == (2, 9, 4)
-    x, b = _wide(x), _wide(b).T
+    x, b = as_float64(x), as_float64(b).T
     assert _worst(y, SCALE * x @ b, SCALE * np.abs(x) @ np.abs(b), 41) <= 1
 
 
@@ -301,12 +298,12 @@ def test_a_layer_of_lora_takes_its_narrow_products_from_the_kernels(on_gpu):
     mx.eval(y, gradients)
     forward, backward = ["low_rank_rows", "low_rank_wide"], ["low_rank_both", "low_rank_wide", "low_rank_columns"]
     assert on_gpu == forward + backward
-    x, a, b, weight, dy = (_wide(array) for array in arrays)
+    x, a, b, weight, dy = (as_float64(array) for array in arrays)
     exact = [x @ weight + SCALE * x @ a @ b, dy @ weight.T + SCALE * dy @ b.T @ a.T]
     exact += [SCALE * np.einsum("ijk,ijr->kr", x, dy @ b.T), SCALE * np.einsum("ijr,ijn->rn", x @ a, dy)]
     for found, expected in zip((y, *gradients), exact, strict=True):
         # Two results are rounded to bf16 one after another.
-        assert np.abs(_wide(found) - expected).max() <= 2.0**-6 * np.abs(expected).max()
+        assert np.abs(as_float64(found) - expected).max() <= 2.0**-6 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -319,5 +316,5 @@ def test_a_second_derivative_is_that_of_the_products(name, on_gpu):
     found = mx.vjp(ours, arrays, d)[1]
     exact, d = ([array.astype(mx.float32) for array in group] for group in (arrays, d))
     for one, true in zip(found, mx.vjp(theirs, exact, d)[1], strict=True):
-        assert np.abs(_wide(one) - _wide(true)).max() <= 2.0**-6 * np.abs(_wide(true)).max()
+        assert np.abs(as_float64(one) - as_float64(true)).max() <= 2.0**-6 * np.abs(as_float64(true)).max()
     assert on_gpu
