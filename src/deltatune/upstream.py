@@ -240,13 +240,11 @@ NAMES = (
         lambda: _holds("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp.NemotronHMTPDraftModel.{DRAFT_FORWARD}",
         "Nemotron-H's multi-token-prediction heads are not trained: mtp is refused.",
         lambda: _holds("mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.models.switch_layers.SwitchGLU.{COMBINE}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.switch_layers", f"def {COMBINE}("),
