@@ -39,7 +39,7 @@ def rows(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_vl", marks=pytest.mark.weekly)])
 def test_answers_have_the_log_probabilities_of_mlx_vlm(family, tiny_vision_checkpoint, rows):
     loaded = load(tiny_vision_checkpoint(family), image="a test")
     model = loaded.model
