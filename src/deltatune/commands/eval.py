@@ -65,12 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
-    """Print and return the figures of a model, alone or with the adapter in a folder, on tasks of lm-eval, by task.
+    """Print and return the figures of a model, alone or with an adapter, on tasks of lm-eval, by task.
 
-    Of the options of a run, the model, batch_size and max_seq_length matter here.
-
-    Raises:
-        UserError: lm-eval is not installed, does not know a task, or cannot load its data.
+    Of the options of a run, the model, batch_size and max_seq_length matter here. Without lm-eval, for a task that it
+    does not know, or where a task's data cannot be loaded, a UserError says so.
     """
     try:
         from ..answering.harness import HarnessModel, named_tasks, put_tasks
@@ -118,11 +116,8 @@ def evaluate(
 ) -> float:
     """Print and return a model's loss per token on the test set.
 
-    Args:
-        config: Options of a run, of which the model, the data and the batches matter here.
-        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
-        flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
-        draft: Whether to evaluate the multi-token-prediction head as well.
+    `flags` are refused, as by refuse_unread(), where the test set does not read them; with `draft` the
+    multi-token-prediction head is evaluated as well.
     """
     from ..answering.session import Session
     from ..data.vision.media import picture_options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -70,6 +70,15 @@ class SampledPolicy:
             least = logits.max(axis=-1, keepdims=True) + mx.log(mx.array(self.min_p))
             logits = mx.where(logits >= least, logits, EXCLUDED)
         return logits
+
+    def figures(self, logits: mx.array, tokens: mx.array) -> mx.array:
+        """Return the log-probabilities of tokens [B] by the model's logits [B, V], and entropies as sampler()'s."""
+        whole = replace(self, top_p=1.0, top_k=0, min_p=0.0).logits(logits)
+        normalised = whole - mx.logsumexp(whole, axis=-1, keepdims=True)
+        spread = mx.where(normalised == -mx.inf, 0.0, mx.exp(normalised) * normalised)
+        restricted = self.logits(logits)
+        of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
+        return mx.stack([of_tokens - mx.logsumexp(restricted, axis=-1), -spread.sum(axis=-1)])
 
     def sampler(self, key: mx.array) -> Callable[[mx.array], Chosen]:
         """Return a function that samples a token of each row of the model's logits [B, V], by a key [2] uint32.
