@@ -328,11 +328,11 @@ def test_a_sampled_answer_has_the_tokens_of_its_seed(headed, drafting, sampling)
 def test_the_command_line_drafts(headed, drafting, data_folder):
     model = ["--model", headed, "--adapter-path", drafting]
     asked = ["generate", *model, "--prompt", "question 3 dog dog", "-m", 20]
-    plain, drafted = deltatune(*asked), deltatune(*asked, "--draft")
+    plain, drafted = called(*asked), called(*asked, "--draft")
     assert drafted.returncode == 0, drafted.stderr
     assert drafted.stdout.split("\n[")[0] == plain.stdout.split("\n[")[0]
     assert re.search(r"; \d+ of \d+ drafted tokens accepted; peak memory", drafted.stdout)
-    plain, drafted = (deltatune("eval", *model, "--data", data_folder, *more) for more in ([], ["--draft"]))
+    plain, drafted = (called("eval", *model, "--data", data_folder, *more) for more in ([], ["--draft"]))
     loss = re.search(r"Test loss [\d.]+, test perplexity \d+\.\d+", plain.stdout)[0]
     assert re.search(rf"{re.escape(loss)}, mtp loss [\d.]+, accepted 0\.\d+\.", drafted.stdout)
     speeds = r": ([\d.]+) tokens accepted a step, ([\d,.]+) tokens/s; without drafts ([\d,.]+) tokens/s"
@@ -433,7 +433,7 @@ def test_what_the_head_needs(headed, monkeypatch):
 
 def test_the_command_line_trains_and_plans(headed, checkpoint, data_folder, tmp_path):
     command = ["--data", data_folder, "--mtp", "--iters", 4, "--max-seq-length", 64]
-    planned = deltatune("plan", "--model", checkpoint, *command, "--no-mtp")
+    planned = called("plan", "--model", checkpoint, *command, "--no-mtp")
     assert planned.returncode == 0, planned.stderr
     done = deltatune("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
     assert done.returncode == 0, done.stderr
