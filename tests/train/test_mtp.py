@@ -225,7 +225,6 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
 
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_other_families_train_merge_and_draft(heads, families, tmp_path, read_metrics, family):
-    """Their tensors are stored as released checkpoints have them, an expert each."""
     folder = families(family)
     heads(model=str(folder), iters=8).run()
     records = [record for record in read_metrics(tmp_path / "out") if "val_loss" in record]
@@ -252,9 +251,8 @@ def test_the_plan_holds_the_head(headed):
         prepare(model, config)
         peaks.append(forecast_step(model, config, BatchShape(4, 128), layout).bytes.amount)
     held = sum(array.nbytes for _, array in tree_flatten(model.mtp.parameters()))
-    # Beside its weights, the head holds the saved tensors of a layer, of which these are a few.
-    row_of_saved = 4 * 128 * 64 * 4
-    assert held + 8 * row_of_saved < peaks[1] - peaks[0] < 0.6 * peaks[0]
+    # Beside its weights, the head holds the saved tensors of a layer, of which these are eight.
+    assert held + 8 * (4 * 128 * 64 * 4) < peaks[1] - peaks[0] < 0.6 * peaks[0]
 
 
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
@@ -388,10 +386,12 @@ def test_options_of_the_head(headed, data_folder, case):
 
 
 @pytest.mark.bad_input("`--mtp` for a checkpoint without a multi-token-prediction head")
-def test_a_checkpoint_without_a_head(checkpoint, data_folder):
-    done = called("train", "--model", checkpoint, "--data", data_folder, "--mtp")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_a_checkpoint_without_a_head(tiny_checkpoint, data_folder, family):
+    model = tiny_checkpoint(family)
+    done = called("train", "--model", model, "--data", data_folder, "--mtp")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"mtp: model {checkpoint} (qwen3_5) has no multi-token-prediction head that can be trained" in done.stderr
+    assert f"mtp: model {model} ({family}) has no multi-token-prediction head that can be trained" in done.stderr
     assert "of a Qwen3.5, Qwen3-Next or Nemotron-H model" in done.stderr
 
 
