@@ -24,7 +24,7 @@ _UNKNOWN = object()
 
 
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
-    """Return the carry of each layer; None for a layer that runs on whole rows only.
+    """Return the carry of each layer of describe(); None for a layer that runs on whole rows only.
 
     mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
     returns its rows alone, is seen in a forward pass without an evaluation. A layer that decodes without one carries

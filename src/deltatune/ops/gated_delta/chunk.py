@@ -109,7 +109,7 @@ def _differentiable(chunking: Chunking, floats: int, source: Input) -> _Function
 
 
 def _load_group(inputs: Sequence[mx.array], span: Span, size: int, previous: Sequence[mx.array]) -> list[mx.array]:
-    """Copy the chunks of one group out of q, k and the other inputs: q above k, then the others.
+    """Copy the chunks of one group out of q, k and the other inputs, in fp32: q above k, then the others.
 
     An empty slice of each array in `previous` joins every copy, so that MLX does not make the copies of a group before
     the group before it is done. For the first group, `previous` contains the inputs: if mx.vmap maps one of them, every
@@ -120,8 +120,10 @@ def _load_group(inputs: Sequence[mx.array], span: Span, size: int, previous: Seq
     nothing = mx.concatenate([x[..., :0].reshape(0) for x in previous])
 
     def copied(*parts: mx.array) -> mx.array:
-        shape = parts[0].shape
-        return mx.concatenate([*parts, nothing.reshape(*shape[:4], 0, *shape[5:])], axis=4)
+        shape, dtype = parts[0].shape, parts[0].dtype
+        empty = nothing.astype(dtype).reshape(*shape[:4], 0, *shape[5:])
+        # A cast before would be one of the forward and the backward pass, and be kept between them.
+        return mx.concatenate([*parts, empty], axis=4).astype(mx.float32)
 
     return [copied(q, k), *map(copied, others)]
 
