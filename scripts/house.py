@@ -28,7 +28,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "commands": Budget(1_560, 1_400),
+    "commands": Budget(1_565, 1_400),
     "answering": Budget(600, 1_000),
     "selftest": Budget(2_385, 2_200),
     "demo": Budget(805, 700),
@@ -44,7 +44,7 @@ BUDGETS = {
     "lora": Budget(2_530, 2_300),
     "ops": Budget(15_895, 12_000),
     "machine": Budget(2_325, 2_500),
-    "options": Budget(1_380, 1_050),
+    "options": Budget(1_405, 1_050),
     "root": Budget(675, 450),
     "kernels": Budget(12_120, 10_800),
     "tests": Budget(58_795, 46_000),

@@ -229,6 +229,8 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     where = f"{name} ({split})" if split else name
     if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
         return f"{where}: no such split: {first_line(error)}"
+    if isinstance(cause, UnicodeDecodeError):
+        return f"{where}: not UTF-8 (byte {cause.object[cause.start]:#04x}); save the file as UTF-8."
     if expanded(name).is_dir():
         return (
             f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
