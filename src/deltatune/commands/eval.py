@@ -28,6 +28,9 @@ OPTIONS = (
 # Where none is given, evaluate() takes the value with which the adapter was trained.
 _OF_ADAPTER = ("chat_template_config", "min_pixels", "max_pixels", "fps", "video_max_frames")
 
+# Of so many rows of the test set, answers of so many tokens show the speeds with drafts and without.
+_DRAFTED_ANSWERS = 4
+_DRAFTED_TOKENS = 64
 
 HELP = "print loss and perplexity on test.jsonl, or figures on tasks of lm-eval"
 
@@ -38,7 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         action="store_true",
-        help="also print the loss of the multi-token-prediction head, and the share of its tokens that are accepted",
+        help="also print the loss of the multi-token-prediction head, the share of its tokens that are accepted, and "
+        "the speeds of answers with its drafts and without",
     )
     add_fields(parser.add_argument_group("tasks of lm-eval, in place of data"), TaskOptions)
 
@@ -135,4 +139,7 @@ def evaluate(
     for line in [run.splits.rule, *run.splits.notes, *run.notes]:
         screen.say(line)
     with Session(run.loaded, _session_options(config, adapter_path), chat=False) as session:
-        return session.loss(run, screen, placed_evaluation)
+        loss = session.loss(run, screen, placed_evaluation)
+        if draft:
+            screen.say(session.draft_speeds(run.splits.test[:_DRAFTED_ANSWERS], _DRAFTED_TOKENS))
+    return loss

@@ -407,6 +407,8 @@ def _rule(kinds: set[str], config: TrainConfig) -> str:
         "the answers of pairs": {CHOSEN},
         "answers with a label": {LABEL},
     }
+    if unknown := kinds.difference(*parts.values()):
+        raise ValueError(f"the formats {', '.join(sorted(unknown))} lack words on the tokens that count.")
     counted = ", ".join(words for words, of in parts.items() if of & kinds)
     how = "; --no-mask-prompt counts every token" if kinds - {TEXT, CHOSEN, LABEL} else ""
     return f"Loss on {counted}{how}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -243,10 +243,10 @@ class AnsweredOrder(BatchOrder):
         rows, width = self._batch_size // self._world, self._max_seq_length
         shared: list[Row] = [(at,) for at in range(len(documents))]
         if self._packed:
-            shared = pack([document.positions for document in documents], width)
-            while len(shared) > rows:
-                documents = documents[:-1]
-                shared = pack([document.positions for document in documents], width)
+            positions = [document.positions for document in documents]
+            counts = range(len(documents) + 1)
+            fitting = bisect_right(counts, rows, key=lambda count: len(pack(positions[:count], width))) - 1
+            shared = pack(positions[:fitting], width)
         filled = [[documents[at] for at in row] for row in shared]
         needed = max((sum(document.positions for document in row) for row in filled), default=1)
         return self._collated([*filled, *[[]] * (rows - len(filled))], self._bucket(needed))
