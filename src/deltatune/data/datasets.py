@@ -22,6 +22,7 @@ from ..options.values import unknown_names
 from .batches.packing import pack, row_capacity
 from .batches.stream_order import ExampleStream, StreamedSplits
 from .chats import answer_ends
+from .chats.unwritten import UnwrittenParts, note
 from .example import Example, Splits
 from .preferences.preference import Preference, completed
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
@@ -133,11 +134,11 @@ def _load_prompts(config: TrainConfig, tokenizer: Any, tables: dict[str, list[Pa
 def _prompts(config: TrainConfig, tokenizer: Any, parts: list[Part], notes: list[str]) -> list[PromptExample]:
     """Read the prompts of a split."""
     room = config.max_seq_length - config.max_completion_length
-    read = [
-        prompt_example(row, source, features, tokenizer, config)
-        for table, features in parts
-        for source, row in table.rows()
-    ]
+    read: list[PromptExample] = []
+    for table, features in parts:
+        lost = UnwrittenParts(tokenizer)
+        read += [prompt_example(row, source, features, tokenizer, config, lost) for source, row in table.rows()]
+        notes += [f"{table.name}: {note(*counted)}" for counted in lost.counts.items()]
     prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
     if left_out := len(read) - len(prompts):
         longest = max(read, key=lambda prompt: len(prompt.tokens))
