@@ -43,7 +43,7 @@ BUDGETS = {
     "patches": Budget(4_320, 3_400),
     "lora": Budget(2_530, 2_300),
     "ops": Budget(15_720, 12_000),
-    "machine": Budget(2_345, 2_500),
+    "machine": Budget(2_355, 2_500),
     "options": Budget(1_410, 1_050),
     "root": Budget(675, 450),
     "kernels": Budget(12_120, 10_800),
