@@ -188,7 +188,15 @@ def test_unknown_yaml_keys_name_the_nearest(run, tmp_path):
 def test_help_is_grouped_and_complete(run):
     code, out, _ = run("train", "--help")
     assert code == 0
-    for title in ("model:", "data:", "what trains:", "optimizer:", "run and evaluation:", "saving and reporting:"):
+    first = out[out.index("\nmost runs give these:\n") : out.index("\n\ndata:\n")]
+    assert re.findall(r"^  (--\S+)", first, re.M) == [
+        "--model",
+        "--data",
+        "--learning-rate",
+        "--iters",
+        "--adapter-path",
+    ]
+    for title in ("data:", "what trains:", "optimizer:", "run and evaluation:", "saving and reporting:"):
         assert f"\n{title}\n" in out
     for field in dataclasses.fields(TrainConfig):
         flag = field.metadata["flag"]
