@@ -33,6 +33,8 @@ COMBINE = "_combine"
 # mlx-vlm: the forward pass of a multi-token-prediction head.
 DRAFT_FORWARD = "_forward_hidden"
 _DRAFT_ARGUMENTS = ["token_embed", "hidden", "cache", "position_ids"]
+# The same of a head without positions, which returns a pair.
+_DRAFT_ARGUMENTS_OF_PAIR = ["token_embed", "hidden", "tokens", "cache", "kwargs"]
 # mlx-lm: the frequencies of a scaled rotary embedding.
 ROPE_FREQUENCIES = "_freqs"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.
@@ -124,20 +126,26 @@ def model_classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def draft_forward(head: Any) -> Callable[..., mx.array]:
-    """The forward pass of mlx-vlm's multi-token-prediction head of Qwen3.5.
+    """The forward pass of one of mlx-vlm's multi-token-prediction heads, on whole rows.
 
-    It takes embeddings [B, T, D], hidden states [B, T, D], the caches of the head's layers and positions [1, T].
-
-    Raises:
-        UserError: mlx-vlm does not have it under this name, or with other arguments.
+    It takes the embeddings [B, T, D] of the tokens [B, T] that follow, hidden states [B, T, D], and those tokens.
+    UserError where mlx-vlm has it under another name, or with other arguments.
     """
-    forward = getattr(head, DRAFT_FORWARD, None)
-    if forward is None or list(inspect.signature(forward).parameters) != _DRAFT_ARGUMENTS:
+    forward: Any = getattr(head, DRAFT_FORWARD, None)
+    arguments = [] if forward is None else list(inspect.signature(forward).parameters)
+    caches = [None] * len(head.layers)
+
+    def run(embedded: mx.array, hidden: mx.array, following: mx.array) -> mx.array:
+        if arguments == _DRAFT_ARGUMENTS_OF_PAIR:
+            return forward(embedded, hidden, following, caches)[0]
+        return forward(embedded, hidden, caches, mx.arange(hidden.shape[1])[None])
+
+    if arguments not in (_DRAFT_ARGUMENTS, _DRAFT_ARGUMENTS_OF_PAIR):
         raise UserError(
             "mtp: this version of mlx-vlm computes multi-token-prediction heads in another way than 0.7.10 does, with "
             "which deltatune was tried: install mlx-vlm 0.7.10, or leave mtp out."
         )
-    return forward
+    return run
 
 
 def download(name: str) -> Path:
@@ -151,19 +159,19 @@ def download(name: str) -> Path:
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of upstream.
+    """A private name of upstream, and the fallback `without` it, in a sentence.
 
-    Args:
-        package: The package of the name.
-        name: The name.
-        without: The fallback of deltatune where the name is gone, in a sentence.
-        present: Whether the installed package has it. It is asked only where the package is installed.
+    `present` says whether the installed package has the name; it is asked only where the package is installed.
     """
 
-    package: str
     name: str
     without: str
     present: Callable[[], bool]
+
+    @property
+    def package(self) -> str:
+        """The package of the name."""
+        return re.split(r"\W", self.name)[0]
 
 
 def _holds(module: str, *names: str) -> bool:
@@ -177,73 +185,66 @@ _LEFT = "The patch that needs it is left alone, and the doctor's patches name it
 
 NAMES = (
     PrivateName(
-        "mlx",
         "mlx::core::set_compile_mode",
         "mx.compile builds kernels of its own, which takes a minute at the start of a run.",
         lambda: set_no_fuse() is not None,
     ),
     PrivateName(
-        "mlx",
         "mlx.core.random.state[0]",
         "Checkpointed layers in other programs' loops draw from a key of their own.",
         lambda: isinstance(_random_state()[0], mx.array),
     ),
     PrivateName(
-        "mlx",
         "mlx.nn.Dropout._p_1",
         "The rate of dropout is read from what the layer prints of itself.",
         lambda: hasattr(nn.Dropout(0.5), "_p_1"),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.tokenizer_utils.TokenizerWrapper._tokenizer",
         "The tokenizer is found as the owner of one of its methods.",
         lambda: _holds("mlx_lm.tokenizer_utils", "self._tokenizer = "),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.tokenizer_utils.TokenizerWrapper._chat_template",
         "Conversations are rendered one at a time, without limits of time and memory, and tokens are not kept.",
         lambda: _holds("mlx_lm.tokenizer_utils", "self._chat_template = "),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.utils._get_classes",
         "The module of the model's type is imported by its name.",
         lambda: _holds("mlx_lm.utils", "def _get_classes("),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.utils._download",
         "All files of a model are downloaded from the hub.",
         lambda: _holds("mlx_lm.utils", "def _download("),
     ),
     PrivateName(
-        "mlx_lm",
         f"mlx_lm.models.kimi_k3: {', '.join((*RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL))}",
         _LEFT,
         lambda: _holds("mlx_lm.models.kimi_k3", *RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL),
     ),
     PrivateName(
-        "mlx_lm",
         f"mlx_lm.models.rope_utils.YarnRoPE.{ROPE_FREQUENCIES}",
         "Models with YaRN positions are refused.",
         lambda: _holds("mlx_lm.models.rope_utils", f"self.{ROPE_FREQUENCIES} = "),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.models.qwen3_vl.language.Qwen3VLModel.{DEEPSTACK}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.qwen3_vl.language", f"def {DEEPSTACK}("),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp.Qwen3_5MTPDraftModel.{DRAFT_FORWARD}",
         "Multi-token-prediction heads are not trained: mtp is refused.",
         lambda: _holds("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
-        "mlx_vlm",
+        f"mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp.NemotronHMTPDraftModel.{DRAFT_FORWARD}",
+        "Nemotron-H's multi-token-prediction heads are not trained: mtp is refused.",
+        lambda: _holds("mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp", f"def {DRAFT_FORWARD}("),
+    ),
+    PrivateName(
         f"mlx_vlm.models.switch_layers.SwitchGLU.{COMBINE}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.switch_layers", f"def {COMBINE}("),

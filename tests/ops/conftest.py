@@ -1,18 +1,17 @@
-"""Runs the launches of a test on the device that its fixture `execute` is, or on a host machine as if on a GPU."""
+"""Measures of error, and devices: the launches of a test run on its fixture `execute`, or as if on a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Device, Launch, on
 from deltatune.ops.operator import first_use
+from deltatune.ops.operator.measure import relative_error, relative_norm
 
 
 @pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+def _device(request):
     if "execute" not in request.fixturenames:
         yield
         return
@@ -21,7 +20,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def pretend_gpu(monkeypatch):
     """Return pretend_gpu(device, is_right=...) -> the names of the launches, as they are made.
 
     MLX's device passes for an NVIDIA GPU, with kernels that are right, and `device` runs the launches.
@@ -35,3 +34,15 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return names
 
     return pretend
+
+
+@pytest.fixture
+def errors():
+    """Return errors(results, truth) -> by name, the largest error relative to the largest true element."""
+    return lambda results, truth: {name: relative_error(results[name], truth[name]) for name in truth}
+
+
+@pytest.fixture
+def norms():
+    """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
+    return lambda results, truth: {name: relative_norm(results[name], truth[name]) for name in truth}

@@ -14,11 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data.chats.rendering import Renderer
+from ..data.example import Example
 from ..data.rows.row_formats import tools_of
 from ..errors import UserError, reason
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import folder_of, load, put_adapter
+from ..models.drafts import draft_speeds
 from ..models.generate import Sampling
 from ..models.head import Likelihood, Split, scored, split_head
 from ..models.load import Loaded, refuse_unserved
@@ -30,7 +32,7 @@ from ..patches import INFERENCE, patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.layer_calls import LayerCalls, passed_on
 from ..train.by_layer.store import Store
-from ..train.evaluation.evaluate import evaluating, say_loss
+from ..train.evaluation.evaluate import evaluating, inferring, say_loss
 from ..train.evaluation.inference import Inference
 from ..train.evaluation.nonfinite import explained
 from ..train.reports.screen import Fact, Screen
@@ -179,6 +181,15 @@ class Session(Inference):
             if self.weights is None:
                 self._limit(planned.limit())
         return say_loss("Test", run.model, run.config, run.splits.test, run.world, screen, self.weights)
+
+    def draft_speeds(self, examples: Sequence[Example], max_tokens: int) -> str:
+        """Return a sentence on drafts in answers to the prompts of examples, and to the first half of plain texts."""
+        prompts = [
+            example.prompt.tokens if example.prompt.positions else example.tokens[: len(example.tokens) // 2]
+            for example in examples
+        ]
+        with inferring(self.model):
+            return draft_speeds(self.loaded, [prompt.tolist() for prompt in prompts], max_tokens)
 
 
 def _load(options: AnswerOptions, media: str | None) -> Loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.generate import begun, cache_bytes, embedded, on_stream_of_answers
 from ..models.head import PIECE, before_head, of_piece, split_head
+from ..models.load import locate
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.split import has_vision
 from ..ops.functional import undisturbed
@@ -30,6 +32,7 @@ from ..train.setup import Run, training
 from ..train.tree import nbytes
 from .array_layout import ArrayLayout
 from .device_limits import brake
+from .fit import Planner, shape
 from .placement import Placement, PlannedPass, chosen, refusing_layouts
 from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
@@ -60,6 +63,37 @@ def placed_evaluation(run: Run, stored: Store) -> Placement:
 
         planned = _planned(model, memory, peak, (rows, length), "a smaller --batch-size or --max-seq-length")
     return chosen(model, stored, memory, planned)
+
+
+def placed_teacher(run: Run) -> tuple[Placement, list[str]]:
+    """Prepare a run of distillation, and choose which layers of its teacher stay on the disk; nothing is read.
+
+    The model that trains stays in memory. Returned beside the places are the lines to print from the preparation. A
+    UserError says that `run.config.memory` is too little.
+    """
+    config, teacher = run.config, run.teacher
+    assert config.memory is not None
+    assert teacher is not None
+    stored = Store(locate(config.teacher), teacher, trust_remote_code=config.trust_remote_code)
+    stored.find(teacher)
+    lines = run.prepare()
+    rows, length = shape(run)
+    with refusing_layouts():
+        without_it = Planner(run, ArrayLayout.measured()).at(rows, length).bytes.amount
+        with without_kernels(), patched(), undisturbed(teacher), nothing_started():
+            backbone = split_head(teacher, compare=False).backbone
+            assert backbone is not None
+
+            def peak(bound: int | None) -> int:
+                with _noted(teacher, by_layers=bound is None) as noted:
+                    noted.append([backbone(mx.zeros((rows, length), mx.int32))])
+                    of_pass = _peak(teacher, noted, None if bound is None else bound - without_it)
+                    return without_it + of_pass
+
+            smaller = "a smaller --batch-size or --max-seq-length"
+            planned = _planned(teacher, config.memory, peak, (rows, length), smaller)
+    placement = chosen(teacher, stored, config.memory, planned)
+    return dataclasses.replace(placement, model=" of the teacher"), lines
 
 
 def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placement:

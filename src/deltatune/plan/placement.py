@@ -61,6 +61,7 @@ class Placement:
         inputs_on_host: Whether they go to the host's memory, not to the disk.
         features: The limit of cached features of a frozen vision tower: in `memory`, or in the host's beside a GPU.
         stored: The store of the weights.
+        model: The model of the layers, in words behind these; empty for the one that trains.
     """
 
     memory: int
@@ -77,6 +78,7 @@ class Placement:
     inputs_on_host: bool = False
     features: int = 0
     stored: Store | None = None
+    model: str = ""
 
     @property
     def on_disk(self) -> int:
@@ -110,6 +112,11 @@ class Placement:
 
     def bounds(self, run: Run) -> Bounds:
         """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
+        if run.teacher is not None:
+            mx.eval(run.model.parameters())
+            teacher = self.of(run.teacher)
+            limit = self.limit() + (0 if teacher is None else teacher.on_host)
+            return Bounds(self.said(), memory_limit=limit, teacher=teacher)
         weights = self.of(run.model, Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}")
         return Bounds(self.said(), None, self._brake(), self.features, weights)
 
@@ -149,7 +156,7 @@ class Placement:
             return [Fact("memory", f"{text}; all weights stay in memory{features}")]
         memory = (
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
-            f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
+            f"{len(self.layers)} layers{self.model}, {size(self.on_disk)}, stay "
         )
         inputs = f"; layer inputs, {size(self.inputs)}, go to " if self.inputs else ""
         if inputs:

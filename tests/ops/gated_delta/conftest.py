@@ -1,11 +1,7 @@
-"""Fixtures that run an implementation on a case and measure its errors against float64."""
+"""Fixtures that run an implementation on a case, and the recurrence in float64."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +10,6 @@ import pytest
 from beside import load
 from deltatune.ops.gated_delta import float64 as oracle
 from deltatune.ops.gated_delta import gated_delta_chunk, gated_delta_naive
-from deltatune.ops.operator.measure import relative_norm
 from poison import poison
 
 cases = load(Path(__file__).with_name("cases.py"))
@@ -30,28 +25,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def chunk(erases: bool) -> Callable:
+def chunk(erases):
     """Return the chunkwise form of either operator; linear attention's takes no beta."""
     return gated_delta_chunk if erases else partial(gated_delta_chunk, beta=None)
 
 
 @pytest.fixture
-def naive(erases: bool) -> Callable:
+def naive(erases):
     return gated_delta_naive if erases else partial(gated_delta_naive, beta=None)
 
 
 @pytest.fixture
-def tolerances() -> ModuleType:
+def tolerances():
     return cases
 
 
 @pytest.fixture
-def case_named() -> Callable[[str], object]:
+def case_named():
     return {case.name: case for case in cases.CASES}.__getitem__
 
 
 @pytest.fixture
-def run() -> Callable:
+def run():
     """Return run(implementation, inputs, dy, dstate) -> y, state and the gradients of the inputs, by name."""
 
     def differentiate(implementation, inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict[str, mx.array]:
@@ -76,36 +71,7 @@ def run() -> Callable:
 
 
 @pytest.fixture
-def errors() -> Callable[[dict, dict], dict[str, float]]:
-    """Return errors(results, expected) -> by name, the largest error relative to the largest expected element."""
-
-    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
-        measured = {}
-        for name, reference in expected.items():
-            result = np.array(results[name].astype(mx.float32), dtype=np.float64)
-            assert result.shape == reference.shape, name
-            assert np.isfinite(result).all(), name
-            error, largest = np.abs(result - reference).max(), np.abs(reference).max()
-            # Where the truth is zero throughout, only zero is right.
-            measured[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
-        return measured
-
-    return relative
-
-
-@pytest.fixture
-def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """Return norms(results, expected) -> by name, the norm of the error relative to that of the expected array."""
-
-    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
-        wide = {name: np.array(results[name].astype(mx.float32), dtype=np.float64) for name in expected}
-        return {name: relative_norm(wide[name], exact) for name, exact in expected.items()}
-
-    return relative
-
-
-@pytest.fixture
-def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
+def cotangents():
     """Return cotangents(inputs, seed) -> dy and dstate in fp32."""
 
     def draw(inputs: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,5 +83,5 @@ def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.fixture
-def truth() -> Callable[[dict, np.ndarray, np.ndarray], dict[str, np.ndarray]]:
+def truth():
     return oracle.recurrence

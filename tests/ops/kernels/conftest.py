@@ -1,13 +1,10 @@
 """Fixtures that run the fused operator, forward and backward, on the host machine, and the recurrence in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +16,7 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import fused_bound
 from deltatune.ops.kernels.launch import on
+from deltatune.ops.operator.measure import as_float64
 
 HERE = Path(__file__).parent
 
@@ -43,35 +41,35 @@ def metal_tiling(**changes: int) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def machine(host_folder: Path):
+def machine(host_folder):
     return host.HostMachine(host_folder)
 
 
 @pytest.fixture(scope="session")
-def watching(host_folder: Path):
+def watching(host_folder):
     """A host machine that checks every access to threadgroup memory for races."""
     return host.HostMachine(host_folder, watch=True)
 
 
 @pytest.fixture(scope="session")
-def nvidia_sized(host_folder: Path):
+def nvidia_sized(host_folder):
     """Host machines with an NVIDIA GPU's memory per block, by whether they watch for races."""
     return {watch: host.HostMachine(host_folder, watch=watch, bytes=NVIDIA_BYTES) for watch in (False, True)}
 
 
 @pytest.fixture(scope="session")
-def host_module() -> ModuleType:
+def host_module():
     return host
 
 
 @pytest.fixture
-def table() -> ModuleType:
+def table():
     """The module of cases, tests/ops/gated_delta/cases.py."""
     return cases
 
 
 @pytest.fixture
-def on_host() -> Callable:
+def on_host():
     """Return on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, erases=True, **tiling).
 
     It returns (results, truth), dictionaries of arrays by name. `lanes` seeds the order of the lanes, `tiling` changes
@@ -116,7 +114,7 @@ def on_host() -> Callable:
 
 
 @pytest.fixture
-def check(on_host, errors) -> Callable:
+def check(on_host, errors):
     """Return check(machine, case, dtype, **options): run `on_host` and compare every result with the case's bound."""
 
     def run(machine, case, dtype: str, **options) -> tuple[dict, dict]:
@@ -138,46 +136,5 @@ def drawn_and_true(case, dtype: mx.Dtype, per_channel: bool, erases: bool) -> tu
     dstate = draw.normal(size=inputs["initial_state"].shape).astype(np.float32)
     for name in ("q", "k", "v"):
         inputs[name] = mx.array(inputs[name]).astype(dtype)
-    exact = inputs | {name: _wide(inputs[name]) for name in ("q", "k", "v")}
-    return inputs, dy, dstate, oracle.recurrence(exact, _wide(dy), dstate)
-
-
-def _wide(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
-
-
-@pytest.fixture
-def errors() -> Callable[[dict, dict], dict[str, float]]:
-    """Return errors(results, truth) -> by name, the largest error relative to the largest true element.
-
-    An error that is not finite counts as infinite.
-    """
-
-    def measure(results: dict, truth: dict) -> dict[str, float]:
-        relative = {}
-        for name, exact in truth.items():
-            result = _wide(results[name])
-            assert result.shape == exact.shape, name
-            error, largest = np.abs(result - exact).max(), np.abs(exact).max()
-            # Where the truth is zero throughout, only zero is right.
-            relative[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
-            relative[name] = np.inf if np.isnan(error) else relative[name]
-        return relative
-
-    return measure
-
-
-def _norm(error: np.ndarray, exact: np.ndarray) -> float:
-    """Where the truth is zero throughout, only zero is right."""
-    size, largest = np.linalg.norm(error), np.linalg.norm(exact)
-    return float(size / largest) if largest > 0 else (np.inf if size > 0 else 0.0)
-
-
-@pytest.fixture
-def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
-
-    def measure(results: dict, truth: dict) -> dict[str, float]:
-        return {name: _norm(_wide(results[name]) - exact, exact) for name, exact in truth.items()}
-
-    return measure
+    exact = inputs | {name: as_float64(inputs[name]) for name in ("q", "k", "v")}
+    return inputs, dy, dstate, oracle.recurrence(exact, as_float64(dy), dstate)

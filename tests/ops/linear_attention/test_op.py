@@ -3,15 +3,13 @@
 tests/ops/gated_delta and tests/ops/kernels run its implementations through their tables of cases.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from deltatune import linear_attention
 from deltatune.errors import UserError
-from deltatune.ops.gated_delta.call import Call
+from deltatune.ops.gated_delta.trial_case import Call
 from deltatune.ops.linear_attention.choice import MODELS, OPERATOR, SMALL
 from deltatune.ops.operator import candidates
 from deltatune.ops.operator.case import judged

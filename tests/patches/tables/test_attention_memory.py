@@ -1,7 +1,5 @@
 """The peak of a training step grows with the length and not with its square, wherever attention is deltatune's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from deltatune.plan.traced_step import blank_batch
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluation.evaluate import Evaluation
-from deltatune.train.setup import prepare
+from deltatune.train.setup import Training, prepare
 
 pytestmark = [
     pytest.mark.any_blas,
@@ -28,7 +26,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def growth(monkeypatch, peak_bytes) -> Callable[..., float]:
+def growth(monkeypatch, peak_bytes):
     """growth(of_length) -> how many times the peak grows with rows four times as long: 4 if linear, 16 if quadratic.
 
     The order in which MLX frees an operation's inputs moves a peak by some percent. MLX's own attention would serve the
@@ -134,7 +132,7 @@ def test_a_validation(tiny_model, growth):
 
     def of_length(length: int) -> Callable[[], object]:
         batch = blank_batch(1, length, False)
-        evaluation = Evaluation(model, full_loss(model), World())
+        evaluation = Evaluation(model, Training(full_loss(model)), World())
         order = SimpleNamespace(batches_per_epoch=1, epoch=lambda: [batch])
         return lambda: mx.array(evaluation(order))
 

@@ -1,7 +1,5 @@
 """A run samples its answers, learns from their rewards, and continues with the same bits wherever it is stopped."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ class Letters:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "train.jsonl"
     lines = [{"prompt": f"question {n} " + "dog " * (n % 4), "letter": "aeiou"[n % 5]} for n in range(12)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -50,7 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trainer_of(checkpoint: Path, rows: Path, tmp_path: Path):
+def trainer_of(checkpoint, rows, tmp_path):
     """trainer_of(folder, rewards, **options) returns the trainer of a short run."""
 
     def made(folder: str = "out", rewards: Any = None, **changes: Any) -> Trainer:
@@ -98,6 +96,17 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["clip_ratio/region_mean"] == 0
     assert record["sampling/sampling_logp_difference/max"] < 1e-3
     assert record["sampling/outside"] == 0
+
+
+def test_a_model_with_latent_attention_is_sampled_by_mlx_lm(trainer_of, tiny_checkpoint, tmp_path, capsys):
+    model = tiny_checkpoint("kimi_linear", num_hidden_layers=4)
+    trainer_of(model=str(model), temperature=0.7, top_k=50, iters=2).run()
+    assert "Sampling: by mlx-lm's BatchGenerator" in " ".join(capsys.readouterr().out.split())
+    reports = [record for record in records(tmp_path / "out") if "reward" in record]
+    assert len(reports) == 2
+    for record in reports:
+        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+        assert record["sampling/outside"] == 0
 
 
 def test_each_report_shows_the_best_the_middle_and_the_worst_answer(trainer_of, tmp_path, capsys):
