@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx.optimizers
 from mlx.utils import tree_map
 
-from ..data import BatchOrder, Splits
+from ..data import Batch, BatchOrder, Splits
 from ..data.batches.order import AnsweredOrder
 from ..data.batches.packing import row_capacity
 from ..data.batches.stream_order import StreamedSplits, StreamOrder
@@ -295,37 +295,42 @@ def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str
     return (split.backbone, split.head), _CHUNKED
 
 
+def as_it_is(batch: Batch) -> Batch:
+    """Return a batch."""
+    return batch
+
+
 @dataclass(frozen=True)
 class Training:
-    """A model's set-up by training().
+    """A model's set-up by training(); `loss_kind` and `compiled` describe the loss and the compiled step in words.
 
     Attributes:
-        loss_kind: A description of the loss for the user.
-        compiled: How the step is compiled, in words.
         objective: The preference loss, or None for another one.
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
         figures: The names of the figures that a loss reports besides its sums.
         passes: The passes of a step by layers (by_layer.layer_passes), where weights are not all in memory.
         teacher: The model that the loss imitates, where it imitates one.
+        taught: Returns a batch with the arrays that a teacher computes before the step.
     """
 
     loss: LossFunction
-    loss_kind: str
-    layers: list[LayerInfo]
-    patches: PatchReport
-    compiled: str
+    loss_kind: str = ""
+    layers: list[LayerInfo] = field(default_factory=list)
+    patches: PatchReport = field(default_factory=PatchReport)
+    compiled: str = ""
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
     figures: tuple[str, ...] = ()
     passes: Any = None
     teacher: nn.Module | None = None
+    taught: Callable[[Batch], Batch] = as_it_is
 
 
 @contextlib.contextmanager
 def training(
     model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpoints: Checkpoints | None = None
 ) -> Iterator[Training]:
-    """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
+    """Set a trainable model up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     `compare` checks by computing that the model's parts agree with the whole, and that packed documents do not
     influence each other. `checkpoints` are recomputed in the place of the layers that `config.grad_checkpoint` names.
@@ -366,6 +371,8 @@ def with_loss(
     parts, kind = _parts(model, compare)
     if config.loss == "distill":
         teacher = teacher_of(config)
+        # A comparison reads all weights of the teacher, some of which `memory` leaves on the disk.
+        compare = compare and config.memory is None
         loss = distillation_loss(_needed(parts, kind, config), teacher, config, compare=compare)
         words = f"divergence from {config.teacher}, {kind}"
         return Training(loss, words, layers, patches, compiled, teacher=teacher)

@@ -1,4 +1,4 @@
-"""The case on which an implementation is tried before its first use for a class of calls."""
+"""Classes of calls, and the case on which an implementation is tried before its first use for a class."""
 
 from __future__ import annotations
 
@@ -77,13 +77,51 @@ class ShapeClass:
         return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
 
 
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call that decide which implementation can serve it; without beta, of linear attention."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    log_g: mx.array
+    masked: bool
+    segmented: bool
+    beta_dtype: mx.Dtype | None = mx.float32
+
+    @property
+    def erases(self) -> bool:
+        """Whether the call is one of gated_delta."""
+        return self.beta_dtype is not None
+
+    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
+        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
+        heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
+        dtype = str(self.v.dtype).removeprefix("mlx.core.")
+        options = self.masked, self.segmented, self.log_g.ndim == 4
+        rates = str(beta).removeprefix("mlx.core.") if self.erases else ""
+        return ShapeClass(*heads, dtype, *options, tiling, rates)
+
+    @staticmethod
+    def of_class(shape: ShapeClass) -> Call:
+        """Return a call of a class, with one token."""
+        dtype = getattr(mx, shape.dtype)
+        q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
+        v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
+        gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
+        beta = mx.float32 if shape.erases else None
+        return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented, beta)
+
+    @property
+    def words(self) -> str:
+        """The class of the call, in words that are the same on every machine."""
+        return str(self.shape_class())
+
+
 def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH) -> Case[Implementation]:
     """Return the case of a class of calls, forward and backward, with gates of every kind.
 
-    Args:
-        shape: The class of calls.
-        by_recurrence: Whether the truth comes from naive, and not from chunk; either computes it in fp32 on the CPU.
-        length: Tokens.
+    The truth comes from chunk or, `by_recurrence`, from naive; either computes it in fp32 on the CPU.
     """
     drawn = Arguments.drawn(shape, length)
     reference = implementation_of(shape, gated_delta_naive if by_recurrence else gated_delta_chunk)
@@ -120,13 +158,10 @@ def implementation_of(shape: ShapeClass, function: Implementation) -> Implementa
 def differentiated(
     function: Implementation, primals: Sequence[mx.array], constants: dict[str, Any], cotangents: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Return y, the final state and the gradients of the float arguments, not computed yet.
+    """Return y, the final state and the gradients of `primals`, not computed yet.
 
-    Args:
-        function: Called as `gated_delta` is, or as `linear_attention`.
-        primals: Those arguments, of which the initial state is the last.
-        constants: The mask and the segments.
-        cotangents: The gradients of y and of the final state.
+    The last of the primals is the initial state; `constants` are mask and segments, and `cotangents` the gradients of y
+    and of the final state. `function` is called as `gated_delta` is, or as `linear_attention`.
     """
 
     def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
@@ -138,14 +173,10 @@ def differentiated(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a case.
+    """The arguments of a case, for the implementation, in its dtype, and for the reference, a few heads in fp32.
 
-    Attributes:
-        primals, cotangents: The arrays for the implementation, in its dtype.
-        reference_primals, reference_cotangents: The arrays for the reference, a few heads in fp32.
-        constants: The mask and the segments.
-        names: The names of the primals.
-        key_heads, value_heads: Which of the reference's heads each of the implementation's copies.
+    `constants` are mask and segments, `names` those of the primals; `key_heads` and `value_heads` say which of the
+    reference's heads each of the implementation's copies.
     """
 
     primals: list[mx.array]
