@@ -47,7 +47,7 @@ TRAINER = """
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
+def program(tmp_path):
     (tmp_path / "neighbour.py").write_text("NAME = 'found beside it'")
     path = tmp_path / "trainer.py"
     path.write_text(textwrap.dedent(TRAINER))

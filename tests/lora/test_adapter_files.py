@@ -1,7 +1,5 @@
 """Saving and loading adapters: mlx-lm reads ours, we read mlx-lm's, and errors name the tensors that do not fit."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """LoRA on experts, dense and quantised, with sorted and unsorted rows, against float64 NumPy and mlx-lm's layer."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 

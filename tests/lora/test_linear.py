@@ -1,7 +1,5 @@
 """LoRA and DoRA on linear layers: values and gradients against float64 NumPy and against mlx-lm's own layers."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Which modules get an adapter, and the messages for a choice that does not fit the model."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """Faults before a command starts: unknown values of environment variables, and an MLX that cannot be loaded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The contents of a YAML file, and the one message for others."""
 
-from __future__ import annotations
-
 import pytest
 
 from deltatune.errors import UserError

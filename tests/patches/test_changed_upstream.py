@@ -3,8 +3,6 @@
 Each test runs commands in a process of their own, on a copy of mlx-lm that states a later version.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The evidence decides about replacements, for any installed version, and is asked once."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

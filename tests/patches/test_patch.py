@@ -1,7 +1,5 @@
 """Patches on a small package made for the tests: every holder is reached, and every original restored."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

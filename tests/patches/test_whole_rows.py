@@ -1,9 +1,7 @@
 """Calls of MLX's attention with every kind of mask give MLX's numbers and gradients where deltatune serves them."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +18,7 @@ ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses
 
 
 @pytest.fixture(autouse=True)
-def blocked(monkeypatch) -> Iterator[None]:
+def blocked(monkeypatch):
     """Force `blocked`: MLX's own attention would serve rows of a few tokens (ops/attention/choice.py)."""
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     whole_rows.reset()

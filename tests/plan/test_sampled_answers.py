@@ -1,7 +1,5 @@
 """The plan of a run that samples its answers holds for the sampling, too."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

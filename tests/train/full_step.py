@@ -1,4 +1,4 @@
-"""Prints the graph of a full fine-tuning's step on an NVIDIA GPU as JSON; test_full_fine_tuning.py runs it.
+"""Prints the graph of a full fine-tuning's step on an NVIDIA GPU as JSON; test_buffers.py runs it.
 
 There are three lists of pairs, of a primitive's kind and its number of elements: those of the forward and backward
 pass, those of the update, and those whose outputs are the gradients. The pretended machine would stay in the caches of

@@ -244,15 +244,14 @@ def test_nothing_to_train_is_an_error(make_trainer):
 
 
 def test_a_custom_rule_of_loss_without_targets_in_a_batch(make_trainer):
-    """A batch in which no token counts reports no loss and changes no parameter."""
+    """A batch in which no token counts reports no loss and changes no parameter by more than its decay."""
     blank = [Example(np.arange(3, 9, dtype=np.int32), np.zeros(6, bool), f"row {n}") for n in range(4)]
     trainer = make_trainer(splits=Splits(train=blank), iters=1, grad_accumulation_steps=1, lr_schedule="constant")
     before = [np.array(leaf) for _, leaf in tree_flatten(trainer.model.trainable_parameters())]
     result = trainer.run()
     assert np.isnan(result.train_loss)
     for (_, leaf), old in zip(tree_flatten(trainer.model.trainable_parameters()), before, strict=True):
-        assert np.isfinite(np.array(leaf)).all()
-        np.testing.assert_array_equal(np.array(leaf)[: len(old)].shape, old.shape)
+        np.testing.assert_allclose(np.array(leaf), old, rtol=1e-5)
 
 
 def test_a_mac_that_computes_on_the_cpu_wires_no_memory(make_trainer, monkeypatch):

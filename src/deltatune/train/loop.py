@@ -79,7 +79,7 @@ class Bounds:
     feature_bytes: int | None = None
     # The store of the layers' weights; None where all of them stay in memory.
     weights: Store | None = None
-    # The same of a teacher's layers.
+    # The store of the weights of a teacher's layers, likewise.
     teacher: Store | None = None
 
 

@@ -1,7 +1,5 @@
 """The chunkwise form: every hard case against float64, and its behaviour under MLX's transforms."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from functools import partial

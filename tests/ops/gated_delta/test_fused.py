@@ -3,8 +3,6 @@
 They are skipped on a CPU, where tests/ops/kernels runs the kernels' Metal text instead.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import mlx.core as mx

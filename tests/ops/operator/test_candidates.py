@@ -1,7 +1,5 @@
 """The choice by time: made timers, and implementations of attention with results that are chosen here."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -23,14 +21,10 @@ SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
 
 
 class Pretended:
-    """Implementations on a machine that takes `milliseconds[name]` for each; their results are those of `blocked`.
+    """Implementations on a machine that takes `milliseconds[name]`, one or each in turn; results are `blocked`'s.
 
-    Attributes:
-        milliseconds: By name, the time of a run, or of each in turn.
-        changing: The names of those whose results differ from run to run, by less than their check allows.
-        wrong: The names of those whose results are wrong.
-        failing_later: The names of those that pass their check and then fail.
-        runs: How often each has been asked for a result.
+    Those of `changing` differ from run to run within the check, those of `wrong` fail it, those of `failing_later`
+    fail after it; `runs` counts.
     """
 
     def __init__(self) -> None:

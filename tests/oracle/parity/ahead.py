@@ -1,7 +1,5 @@
 """Parity of the multi-token-prediction head: the ways to train it, and deltatune's side of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reference run of the multi-token-prediction head: transformers' own layers put together, in fp32 on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Patched models of every family call deltatune, agree with upstream, and separate packed documents."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Replaced products agree with upstream's on a right BLAS, and give no NaN on a faulty one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Kimi K3's residual weights follow the parameters that they are computed from, in mlx-lm and in mlx-vlm."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """A run that cannot learn from sampled answers is refused before anything is sampled."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.nn as nn
