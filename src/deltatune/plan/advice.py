@@ -59,7 +59,8 @@ def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
         return ""
     taken = 2 * nbytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
     what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
-    end = "" if over < 1 else "; it fits then" if peak - left >= over else "; that alone is not enough"
+    end = "; it fits then" if peak - left >= over else "; that alone is not enough"
+    end = "" if over < 1 else end
     return f"{what}, their gradients and moments take {size(taken)}: {', '.join(said)}{end}."
 
 

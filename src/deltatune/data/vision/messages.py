@@ -111,7 +111,8 @@ def _column(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
         value = row.get(kind)
         # A list is several images, or the frames of one video, or several such videos.
         are_several = isinstance(value, list) and (kind == IMAGE or all(isinstance(frames, list) for frames in value))
-        values = value if are_several else [] if value is None else [value]
+        one = [] if value is None else [value]
+        values = value if are_several else one
     if not isinstance(values, list | tuple):
         raise UserError(f"{source}: {several!r}: expected a list of paths, got {type(values).__name__}.")
     if kind == IMAGE:
