@@ -36,7 +36,7 @@ BUDGETS = {
     "doctor": Budget(1_175, 1_300),
     "export": Budget(1_635, 1_600),
     "plan": Budget(4_155, 3_300),
-    "train": Budget(10_410, 8_000),
+    "train": Budget(10_405, 8_000),
     "rewards": Budget(665, 600),
     "data": Budget(6_555, 5_300),
     "models": Budget(5_150, 3_600),
@@ -45,7 +45,7 @@ BUDGETS = {
     "ops": Budget(15_565, 12_000),
     "machine": Budget(2_325, 2_500),
     "options": Budget(1_380, 1_050),
-    "root": Budget(675, 450),
+    "root": Budget(665, 450),
     "kernels": Budget(12_100, 10_800),
     "tests": Budget(57_200, 46_000),
 }

@@ -27,6 +27,16 @@ def output_of(*command: object) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def peak_of_step(step: Any, batch: Any, before: int) -> int:
+    """MLX's own count of a step's peak above `before`: the lowest of two after the first, as memory is freed late."""
+    peaks = []
+    for _ in range(3):
+        mx.reset_peak_memory()
+        mx.eval(step.micro_batch(batch, step.zeros()))
+        peaks.append(mx.get_peak_memory() - before)
+    return min(peaks[1:])
+
+
 def within_the_least_memory(main: Callable[[list[str]], int], flags: list[str], capsys: Any) -> Any:
     """Run a command within the least memory that its refusal of 1 MB names, and return its output.
 

@@ -14,8 +14,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.data import Example, Splits
-from deltatune.errors import UserError
+from deltatune.errors import NoResultError, UserError
 from deltatune.train import StoppedError
+from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.reports import log
 from deltatune.train.step import Step
 from killed_runs import adapters, same
@@ -178,6 +179,20 @@ def test_an_error_of_mlx_saves_the_state_that_is_whole(make_trainer, loses_nothi
 
     said = "Resource limit.*The state after iteration 2 is saved in"
     loses_nothing(trainer, straight, (Step, "micro_batch", out_of_memory), RuntimeError, said)
+
+
+def test_an_evaluation_that_fails_inside_a_window_names_the_update_before_it(make_trainer, loses_nothing, straight_run):
+    """Iteration 3 is the first half of an update, so the state after iteration 2 is saved."""
+    options = {"steps_per_eval": 3, "save_every": 100}
+    straight, trainer, plain = straight_run(**options), make_trainer(**options), Evaluation.__call__
+
+    def not_finite(self, *arguments):
+        if trainer.progress.iteration == 3:
+            raise NoResultError("the loss is nan.")
+        return plain(self, *arguments)
+
+    said = "after iteration 3: the loss is nan. The state after iteration 2 is saved in"
+    loses_nothing(trainer, straight, (Evaluation, "__call__", not_finite), UserError, said, **options)
 
 
 def test_an_error_right_after_resuming_inside_a_window(make_trainer, loses_nothing, straight_run):
