@@ -35,14 +35,8 @@ def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_t
     assert result.val_loss == result.best_val_loss == validation[-1]
     names = {file.name for file in out.iterdir()}
     saved = {f"000000{n}_adapters.safetensors" for n in (3, 6, 8)}
-    assert names == saved | {
-        "adapters.safetensors",
-        "adapter_config.json",
-        "metrics.jsonl",
-        "report.html",
-        "best",
-        "state",
-    }
+    others = {"adapters.safetensors", "adapter_config.json", "metrics.jsonl", "report.html", "best", "state"}
+    assert names == saved | others
     assert adapters(out) == (out / "0000008_adapters.safetensors").read_bytes()
     text = screen_text.text()
     for said in ("1 delta, 1 attention", "Gated delta: ", "Patches: ", "completions only", "32 and 64 tokens"):
