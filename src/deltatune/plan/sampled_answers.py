@@ -36,9 +36,11 @@ def with_sampling(
     """
     if not config.samples_answers or not can_be_joined(model):
         return forecast
-    rows, length = forecast.rows * config.grad_accumulation_steps, forecast.length
+    rows = forecast.rows * config.grad_accumulation_steps
+    length = forecast.length
     if packed is not None:
-        rows, length = rows * packed.slots, packed.longest
+        rows = rows * packed.slots
+        length = packed.longest
     rows = min(ROWS, rows)
     with without_kernels(), patched(), inferring(model):
         caches = cache_bytes(model)

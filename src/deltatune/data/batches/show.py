@@ -12,8 +12,11 @@ from rich.text import Text
 
 from .batch import Batch
 
-COUNTED, MASKED, SPECIAL = "bold green", "dim", "bold magenta"
-OPEN, CLOSE = "⟦", "⟧"
+COUNTED = "bold green"
+MASKED = "dim"
+SPECIAL = "bold magenta"
+OPEN = "⟦"
+CLOSE = "⟧"
 
 
 def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> None:

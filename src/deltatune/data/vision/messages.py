@@ -14,9 +14,11 @@ from .image_files import SizedImage
 from .images import SIZE_OPTIONS, size_options
 from .videos import Video
 
-IMAGE, VIDEO = "image", "video"
+IMAGE = "image"
+VIDEO = "video"
 _KINDS = {IMAGE: IMAGE, "image_url": IMAGE, VIDEO: VIDEO, "video_url": VIDEO}
-_FPS, _BASE64 = "fps", "base64"
+_FPS = "fps"
+_BASE64 = "base64"
 # The keys under which a part holds its image or video: those of Qwen, OpenAI and transformers.
 _HOLDERS = {
     IMAGE: (IMAGE, "image_url", "url", "path", _BASE64),
