@@ -41,17 +41,11 @@ def without_trials() -> AbstractContextManager[None]:
 
 
 def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
-    """Return the name and the function of the implementation that serves a call.
+    """Return the name and the function of the implementation that serves a call, of the class that candidates take.
 
     It warns (ImplementationWarning) if the preferred implementation fails its check, once per class of calls. Inside a
-    run, the choice for a class is made once, and kept in its state (rankings.py).
-
-    Args:
-        operator: The operator.
-        call: The deciding arguments of the call, of the class that the operator's candidates take.
-
-    Raises:
-        UserError: The variable forces an implementation that does not support the call or fails its check.
+    run, the choice for a class is made once, and kept in its state (rankings.py). UserError if the variable forces an
+    implementation that does not support the call or fails its check.
     """
     names, why = operator.order()
     names = names if dispatch.current().trials else names[-1:]

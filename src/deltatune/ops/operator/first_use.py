@@ -40,12 +40,8 @@ def is_right(
 ) -> bool:
     """Whether a kernel is right on this machine, which is tried once in a process for each kind of call.
 
-    Args:
-        case_of: Makes the case from `kind` and `arrays`.
-        kind: The parameters of the kernel's text.
-        run: Runs the kernel's launch.
-        instead: The fallback of a kernel that is wrong, for the warning.
-        arrays: Further arguments of `case_of`, of which only the number makes a difference.
+    `kind` has the parameters of the kernel's text; the case is made from these and `arrays`, of which only the number
+    makes a difference. `run` runs the kernel's launch; `instead` is the fallback of a wrong kernel, for the warning.
     """
     key: tuple[Any, ...] = (case_of, kind, len(arrays), run)
     if key not in _right and foresight.looks_ahead():

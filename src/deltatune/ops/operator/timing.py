@@ -28,12 +28,7 @@ clock: Callable[[], float] = time.perf_counter
 
 @dataclass(frozen=True)
 class TrialTime:
-    """The measurements of an implementation's runs.
-
-    Attributes:
-        seconds: The shortest time of a forward and a backward pass.
-        same_bits: Whether all runs gave the same bits.
-    """
+    """The shortest time of a forward and a backward pass in seconds, and whether all runs gave the same bits."""
 
     seconds: float
     same_bits: bool
@@ -69,16 +64,7 @@ def words(name: str, seconds: float, same_bits: bool | None) -> str:
 
 
 def fastest_first(seconds: Mapping[str, float], preferred: Sequence[str]) -> list[str]:
-    """Return the names from the fastest to the slowest; of equally fast ones, as GAIN says, a preferred one is first.
-
-    Args:
-        seconds: The time of each name.
-        preferred: The names in order of preference.
-
-    Example:
-        >>> fastest_first({"fused": 1.05, "chunk": 1.0, "native": 0.5}, ["fused", "native", "chunk"])
-        ['native', 'fused', 'chunk']
-    """
+    """Return the names, the fastest first; of equally fast ones, as GAIN says, a preferred one is first."""
     left, ranked = [name for name in preferred if name in seconds], []
     while left:
         fastest = min(seconds[name] for name in left)

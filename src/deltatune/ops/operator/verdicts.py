@@ -98,13 +98,7 @@ _timed: set[tuple[str, Any]] = set()
 
 
 def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
-    """Return the verdict on an implementation: the stored one, or else that of `measure`, which is then stored.
-
-    Args:
-        name: The name of the implementation.
-        shape: The class of calls that share the verdict, a dataclass of the operator's own.
-        measure: Checks the implementation now.
-    """
+    """Return the verdict on an implementation for a class of calls, a dataclass: the stored or a new one."""
     if (name, shape) not in _known:
         _known[name, shape] = _read(path_of(name, shape)) or again(name, shape, measure)
     return _known[name, shape]
