@@ -31,9 +31,7 @@ _ON_CPUS += ("solve", "solve_triangular", "svd", "tri_inv")
 class Devices:
     """The default device, and which streams are the GPU's. A stream of the GPU is one of this machine's CPU.
 
-    Attributes:
-        default: The default device.
-        wired: The limits that mx.set_wired_limit was given.
+    `wired` has the limits that mx.set_wired_limit was given.
     """
 
     def __init__(self) -> None:

@@ -26,14 +26,8 @@ def ran(
 ) -> list[dict]:
     """Return what each command did: code, wired, kernels; and `said`, its output.
 
-    Args:
-        commands: The words of each command.
-        folder: Keeps compiled kernels.
-        flags: Those of stand_in.py.
-        cwd: The directory in which the commands run.
-        env: The environment.
-        interrupts: The process gets a Ctrl-C when it has printed the first text, and then when the next one.
-        timeout: Seconds after which the process is killed.
+    `folder` keeps compiled kernels; `flags` are those of stand_in.py. The process gets a Ctrl-C when it has printed the
+    first text of `interrupts`, and then when the next one; after `timeout` seconds it is killed.
     """
     words = json.dumps([[str(word) for word in command] for command in commands])
     program, waiting = [sys.executable, "-P", STAND_IN, *flags, folder], list(interrupts)

@@ -70,11 +70,7 @@ def built(folder: Path) -> Path:
 
 
 class Metal:
-    """Makes mx.fast.metal_kernel run on the host machine.
-
-    Attributes:
-        attached: By kernel, how often it was put into a graph.
-    """
+    """Makes mx.fast.metal_kernel run on the host machine; `attached` counts how often each was put into a graph."""
 
     def __init__(self, folder: Path, optimised: bool):
         self.attached: Counter[str] = Counter()
@@ -129,11 +125,9 @@ def _within(array: mx.array) -> int:
 
 
 def install(folder: Path, optimised: bool) -> tuple[Metal, apple_gpu.Devices]:
-    """Declare an Apple GPU, whose kernels run on the host machine.
+    """Declare an Apple GPU, whose kernels run on the host machine; `folder` holds what is compiled.
 
-    Args:
-        folder: Holds what is compiled.
-        optimised: Whether kernels are optimised: they take three times as long to compile, and a quarter to run.
+    Kernels that are optimised take three times as long to compile, and a quarter to run.
     """
     metal = Metal(folder, optimised)
     # On Metal MLX fuses operations into kernels, and each would take g++ half a second here. A context manager that

@@ -139,15 +139,6 @@ def test_an_error_in_one_row_is_not_hidden_by_the_large_results_of_another():
     assert case.errors([mx.array(found)], [truth])["y"] > 0.01
 
 
-def test_norms():
-    truth = np.array([3.0, 4.0])
-    assert relative_norm(np.array([3.0, 4.5]), truth) == pytest.approx(0.1)
-    assert relative_norm(np.array([3.0, np.nan]), truth) == float("inf")
-    assert relative_norm(np.zeros(3), truth) == float("inf")
-    assert relative_norm(np.zeros(2), np.zeros(2)) == 0.0
-    assert relative_norm(np.ones(2), np.zeros(2)) == float("inf")
-
-
 def test_experts(monkeypatch):
     mixture = experts.Mixture("small", 40, 2, 4, 64, 32)
     assert experts.compare(mixture).status == PASSED

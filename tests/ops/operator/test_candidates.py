@@ -24,14 +24,10 @@ SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
 
 
 class Pretended:
-    """Implementations on a machine that takes `milliseconds[name]` for each; their results are those of `blocked`.
+    """Implementations on a machine that takes `milliseconds[name]` for each run, or of each in turn, as `blocked`'s.
 
-    Attributes:
-        milliseconds: By name, the time of a run, or of each in turn.
-        changing: The names of those whose results differ from run to run, by less than their check allows.
-        wrong: The names of those whose results are wrong.
-        failing_later: The names of those that pass their check and then fail.
-        runs: How often each has been asked for a result.
+    Results of those in `changing` differ from run to run by less than their check allows, of those in `wrong` by more;
+    those in `failing_later` pass their check and then fail. `runs` counts how often each was asked for a result.
     """
 
     def __init__(self) -> None:

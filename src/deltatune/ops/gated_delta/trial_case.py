@@ -80,10 +80,7 @@ class ShapeClass:
 def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH) -> Case[Implementation]:
     """Return the case of a class of calls, forward and backward, with gates of every kind.
 
-    Args:
-        shape: The class of calls.
-        by_recurrence: Whether the truth comes from naive, and not from chunk; either computes it in fp32 on the CPU.
-        length: Tokens.
+    The truth comes from chunk, or from naive if `by_recurrence`; either computes it in fp32 on the CPU.
     """
     drawn = Arguments.drawn(shape, length)
     reference = implementation_of(shape, gated_delta_naive if by_recurrence else gated_delta_chunk)
@@ -122,11 +119,8 @@ def differentiated(
 ) -> list[mx.array]:
     """Return y, the final state and the gradients of the float arguments, not computed yet.
 
-    Args:
-        function: Called as `gated_delta` is, or as `linear_attention`.
-        primals: Those arguments, of which the initial state is the last.
-        constants: The mask and the segments.
-        cotangents: The gradients of y and of the final state.
+    The function is called as `gated_delta` is, or `linear_attention`: with the primals, of which the initial state is
+    the last, and the mask and the segments as `constants`. The cotangents are those of y and of the final state.
     """
 
     def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
@@ -138,14 +132,10 @@ def differentiated(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a case.
+    """The arguments of a case: arrays for the implementation in its dtype, and a few heads in fp32 for the reference.
 
-    Attributes:
-        primals, cotangents: The arrays for the implementation, in its dtype.
-        reference_primals, reference_cotangents: The arrays for the reference, a few heads in fp32.
-        constants: The mask and the segments.
-        names: The names of the primals.
-        key_heads, value_heads: Which of the reference's heads each of the implementation's copies.
+    `constants` are the mask and the segments, `names` those of the primals. `key_heads` and `value_heads` tell which of
+    the reference's heads each of the implementation's copies.
     """
 
     primals: list[mx.array]

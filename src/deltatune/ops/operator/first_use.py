@@ -62,7 +62,7 @@ def _is_right_now(
     if backend.device() != "metal":
         return agrees(case_of(*kind, *arrays), run, instead)
     name, shape = case_of.__module__.rpartition(".")[2], _Kind(repr((case_of.__qualname__, kind, len(arrays))))
-    verdict = verdicts.stored(name, shape)
+    verdict = verdicts.remembered(name, shape)
     if verdict is None:
         verdict = verdicts.of_refused(judged(case_of(*kind, *arrays), run, "kernel"), name, shape)
     return _said(verdict, instead)

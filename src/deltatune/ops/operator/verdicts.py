@@ -128,11 +128,6 @@ def of_refused(verdict: Verdict, name: str, shape: Any) -> Verdict:
     return verdict
 
 
-def stored(name: str, shape: Any) -> Verdict | None:
-    """Return the verdict that an earlier process stored, or None."""
-    return _read(path_of(name, shape))
-
-
 def _with_log(verdict: Verdict, path: Path) -> Verdict:
     """Write the compiler's messages to a file, and return the verdict with the first error in one line."""
     text = verdict.problem or ""
