@@ -58,8 +58,10 @@ def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
     return times
 
 
-def words(name: str, seconds: float, same_bits: bool | None) -> str:
+def words(name: str, seconds: float | None, same_bits: bool | None) -> str:
     """Return the time of an implementation in words, such as `fused 3.1 ms`, and whether its bits change."""
+    if seconds is None:
+        return f"{name} not timed"
     return f"{name} {1e3 * seconds:.1f} ms" + ("" if same_bits else " (its bits change)")
 
 
