@@ -11,6 +11,7 @@ import numpy as np
 
 from ..operator.case import Case
 from ..operator.measure import as_float64
+from ..operator.timing import length_class
 from .float64 import NAMES, attention64
 from .tolerances import fused_bound
 
@@ -19,8 +20,6 @@ Implementation = Callable[..., mx.array]
 _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
 # The timed runs have longer rows, of which a GPU has some milliseconds of work; those of long calls have fewer heads.
 _TIMED_LENGTH, _TIMED_KEY_HEADS, _LONGEST_TIMED = 1024, 4, 8192
-# The fastest implementation differs with the length: calls with more keys than each of these are classes of their own.
-LENGTHS = (8192, 2048, 0)
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class KernelShape:
     """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
 
     `machine` is one of fused_op.MACHINES; heads of queries and keys have `size` numbers, and heads are `grouped` where
-    several query heads read one key head. The calls have more keys than `longer_than`, one of LENGTHS, where
+    several query heads read one key head. The calls have more keys than `longer_than`, one of timing.LENGTHS, where
     implementations are timed.
     """
 
@@ -142,8 +141,7 @@ class AttentionCall:
         options = (self.causal, windowed, self.segments is not None, self.sinks is not None)
         grouped = self.q.shape[1] > self.k.shape[1]
         # A machine on which the order was measured needs no verdict for each length.
-        keys = self.k.shape[2] if machine in ("", "metal") else 0
-        longer_than = next((length for length in LENGTHS if keys > length), 0)
+        longer_than = length_class(self.k.shape[2]) if machine in ("", "metal") else 0
         return KernelShape(machine, self.q.shape[3], self.v.shape[3], dtype, grouped, *options, longer_than)
 
     @property

@@ -22,6 +22,8 @@ Run = Callable[[], list[mx.array]]
 ROUNDS = 3
 #: An implementation takes the place of one that is preferred to it if it needs less than this part of its time.
 GAIN = 0.9
+#: The fastest implementation differs with the length: calls of more tokens than each of these are classes of their own.
+LENGTHS = (8192, 2048, 0)
 #: Tells the time in seconds. Tests replace it.
 clock: Callable[[], float] = time.perf_counter
 
@@ -56,6 +58,11 @@ def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
     # The runs leave buffers of sizes that no step needs.
     mx.clear_cache()
     return times
+
+
+def length_class(tokens: int) -> int:
+    """Return the largest of LENGTHS that a call of so many tokens exceeds."""
+    return next(length for length in LENGTHS if tokens > length)
 
 
 def words(name: str, seconds: float | None, same_bits: bool | None) -> str:
