@@ -42,6 +42,11 @@ def launches_ahead() -> bool:
     return device() == "cuda"
 
 
+def computes_beside_host() -> bool:
+    """Whether the device computes while the host builds what follows: on GPUs."""
+    return device() != "cpu"
+
+
 def has_own_memory() -> bool:
     """Whether the device has a memory of its own beside the host's: NVIDIA GPUs."""
     return device() == "cuda"
