@@ -152,12 +152,9 @@ inline void load_left_turned(thread unsigned (&to)[4], unsigned tile, int row, i
 inline unsigned core_place(unsigned cores, int groups, int row, int group) {
   return cores + (row / 8 * groups + group) * 128 + row % 8 * 16;
 }
-// Loads the left operand of 16 rows and columns from core `group` on, or the transpose of the one there.
+// Loads the left operand of 16 rows and columns from core `group` on.
 inline void load_left_cores(thread unsigned (&to)[4], unsigned cores, int groups, int group, Place at) {
   load_parts(to, core_place(cores, groups, at.lane % 16, group + at.lane / 16));
-}
-inline void load_left_cores_turned(thread unsigned (&to)[4], unsigned cores, int groups, int group, Place at) {
-  load_turned_parts(to, core_place(cores, groups, at.lane % 8 + at.lane / 16 * 8, group + at.lane / 8 % 2));
 }
 
 // One of the eight blocks of a stage: where those of a chunk start, the bytes of a chunk, those of a block, and the
