@@ -3,6 +3,7 @@
 usage: python benchmarks/larger_than_memory.py --shape 35B-A3B --bits 4 --memory 8GB --tokens 4096 16384 [--beside]
        python benchmarks/larger_than_memory.py --shape 35B-A3B --memory 24GB --from host --folder /data /dev/shm
        python benchmarks/larger_than_memory.py --shape tiny --memory 3MB --tokens 64 --beside
+       python benchmarks/larger_than_memory.py --shape Nemotron-3-Nano-30B-A3B --bits 4 --memory 10GB --tokens 2048
 
 A checkpoint with random weights is written first: the layers of one kind hold the same numbers under their own names,
 so that writing is all that it costs. Where the first folder has no room for all layers, the next ones take the rest,
@@ -44,6 +45,7 @@ import processes
 from long_rows import write_rows
 from machine import gpu, heading
 from observed_training import SOURCES
+from public_configs import CONFIGS
 from recipe import write_tokenizer
 from trainers import SHAPES, Shape, lazy_model
 
@@ -113,17 +115,23 @@ def placed_layers(folders: list[Path], sizes: list[int], outside: int) -> list[P
 
 def write_model(folder: Path, shape: Shape, bits: int, others: list[Path] | None = None) -> tuple[int, int]:
     """Write a checkpoint; returns how many layers it has, and its bytes."""
-    model = lazy_model({**shape.config(), "num_hidden_layers": shape.interval}, bits)
+    config = shape.config()
+    pattern = config.get("hybrid_override_pattern") or [str(layer % shape.interval) for layer in range(shape.layers)]
+    kinds = sorted(set(pattern))
+    few = {"hybrid_override_pattern": kinds} if "hybrid_override_pattern" in config else {}
+    model = lazy_model(config | few | {"num_hidden_layers": len(kinds)}, bits)
     by_layer: dict[int | None, dict[str, mx.array]] = {}
     for path, array in tree_flatten(model.parameters()):
         found = re.search(r"\.layers\.(\d+)\.", path)
         by_layer.setdefault(int(found[1]) if found else None, {})[path.removeprefix("language_model.")] = array
     made = {at: {name: raw(drawn(name, a, bits)) for name, a in arrays.items()} for at, arrays in by_layer.items()}
     sizes = {at: sum(len(data) for data, _ in tensors.values()) for at, tensors in made.items()}
-    of_layers = [sizes[layer % shape.interval] for layer in range(shape.layers)]
+    sources = [kinds.index(kind) for kind in pattern[: shape.layers]]
+    of_layers = [sizes[source] for source in sources]
     places = placed_layers([folder, *(others or [])], of_layers, sizes[None])
     layers = len(places)
-    config: dict[str, Any] = shape.config() | {"num_hidden_layers": layers, "eos_token_id": 2}
+    config |= {"num_hidden_layers": layers, "eos_token_id": 2}
+    config |= {"hybrid_override_pattern": pattern[:layers]} if few else {}
     config["max_position_embeddings"] = 1 << 20
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
@@ -131,7 +139,7 @@ def write_model(folder: Path, shape: Shape, bits: int, others: list[Path] | None
     write_tokenizer(folder)
     files = {folder / "model-outside.safetensors": made[None]}
     for layer, place in enumerate(places):
-        source = layer % shape.interval
+        source = sources[layer]
         tensors = {name.replace(f".layers.{source}.", f".layers.{layer}."): t for name, t in made[source].items()}
         path = place / f"model-{layer:05}.safetensors"
         files[path] = tensors
@@ -140,6 +148,23 @@ def write_model(folder: Path, shape: Shape, bits: int, others: list[Path] | None
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda item: write_file(*item), files.items()))
     return layers, sizes[None] + sum(of_layers[:layers])
+
+
+class Public(Shape):
+    """A model of public_configs.py, of which a shape knows the name and the layers alone."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.layers} layers"
+
+    def config(self) -> dict[str, Any]:
+        return dict(CONFIGS[self.name])
+
+
+def shape_of(name: str) -> Shape:
+    if name in SHAPES:
+        return SHAPES[name]
+    sizes, config = (1, 1, 1), CONFIGS[name]
+    return Public(name, 1, 1, config["num_hidden_layers"], sizes, sizes, config["vocab_size"], 1, 1, "bfloat16")
 
 
 @contextmanager
@@ -230,7 +255,7 @@ def train(options: argparse.Namespace, model: Path, folder: Path, tokens: int, m
 
 def main() -> None:
     parser = processes.parser(__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="35B-A3B")
+    parser.add_argument("--shape", choices=[*SHAPES, *CONFIGS], default="35B-A3B")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--bits", type=int, default=0, choices=(0, 4, 8), help="0 for the shape's own dtype")
     parser.add_argument("--memory", required=True, help="as `deltatune train` takes it")
@@ -247,7 +272,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, nargs="+", default=[Path(tempfile.gettempdir())], help="of the layers")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint there, and use one that was kept")
     options = parser.parse_args()
-    shape = SHAPES[options.shape]
+    shape = shape_of(options.shape)
     shape = replace(shape, layers=options.layers or shape.layers)
     print(f"{heading()}\n{shape}\n", flush=True)
     for folder in options.folder:

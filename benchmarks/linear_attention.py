@@ -28,10 +28,10 @@ import deltatune  # noqa: F401  (sets MLX's variables, so before mlx)
 import mlx.core as mx
 
 from deltatune.machine import backend
-from deltatune.ops.gated_delta.call import Call
 from deltatune.ops.gated_delta.chunk import gated_delta_chunk
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, shape_of, tiling_of
 from deltatune.ops.gated_delta.fused_passes import no_initial_state
+from deltatune.ops.gated_delta.trial_case import Call
 from deltatune.ops.linear_attention.choice import MODELS, OPERATOR
 from deltatune.ops.operator.case import judged
 from deltatune.ops.operator.measure import relative_norm

@@ -71,7 +71,7 @@ def whole(folder, config, given, image=None):
         given_arrays = arrays(given, frozen_tower(model))
         found = Compiled(step, [model.state, key], [key])(given_arrays, model.trainable_parameters(), lengths)
         mx.eval(found)
-        return found, evaluated(model, Evaluation(model, trained.loss, World()), given)
+        return found, evaluated(model, Evaluation(model, trained, World()), given)
 
 
 @contextlib.contextmanager
@@ -104,7 +104,7 @@ def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
             found = passes.gradients(
                 arrays(given, frozen_tower(model)), model.trainable_parameters(), mx.random.key(7), routers, lengths
             )
-            loss = evaluated(model, Evaluation(model, trained.loss, World(), passes=passes), given)
+            loss = evaluated(model, Evaluation(model, dataclasses.replace(trained, passes=passes), World()), given)
     return found, loss, stored, passes
 
 

@@ -1,33 +1,61 @@
-"""Gives tiny checkpoints of Qwen3.5 a multi-token-prediction head, as released ones have it."""
+"""Gives tiny checkpoints multi-token-prediction heads, as released ones have them."""
 
 from __future__ import annotations
 
-import json
+import importlib
 import shutil
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_vlm.speculative.drafters.qwen3_5_mtp import Model, ModelConfig
 
-from deltatune.models.transformers_configs import completed
+from deltatune.models.mtp import reader_of
 from families import with_noise
-from transformers_saves import transformers_names
+from transformers_saves import recorded_save, transformers_names
+
+# A head of Nemotron-H is known by this, and transformers has its layers in the config of any model.
+_DECLARED = {"nemotron_h": {"num_nextn_predict_layers": 1}}
 
 
 def with_head(source: Path, target: Path, *, seed: int = 3) -> Path:
     """Copy a tiny checkpoint with MLX's or transformers' names to `target`, with the tensors of a random head."""
     shutil.copytree(source, target)
-    config = json.loads((source / "config.json").read_text())
+    add_head(target, seed)
+    return target
+
+
+def headed_save(family: str, target: Path, tokenizer: Path) -> Path:
+    """Write the recorded checkpoint of a family as Hugging Face has it, with a random head, and a tokenizer's files."""
+    target.mkdir()
+    recorded_save(family, target, **_DECLARED.get(family, {}))
+    for file in tokenizer.glob("*token*"):
+        shutil.copy(file, target)
+    add_head(target, seed=3)
+    return target
+
+
+def add_head(folder: Path, seed: int) -> None:
+    reader, config = reader_of(folder)
+    package = importlib.import_module(f"mlx_vlm.speculative.drafters.{reader.output_model_type}")
+    text = reader.read_text_config(config)
     mx.random.seed(seed)
-    head = with_noise(Model(ModelConfig.from_dict(completed(config))))
-    file = target / "model.safetensors"
+    options = {"model_type": reader.output_model_type, "text_config": text}
+    head = with_noise(package.Model(package.ModelConfig.from_dict(options)))
+    file = folder / "model.safetensors"
     tensors, metadata = mx.load(str(file), return_metadata=True)
     of_head = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
     if metadata["format"] != "mlx":
-        matrices = {name: array for name, array in of_head.items() if array.ndim > 1}
-        norms = {name: array - 1 for name, array in of_head.items() if array.ndim == 1}
-        of_head = transformers_names(matrices) | norms
+        of_head = _stored(of_head, config["model_type"])
     mx.eval(tensors)
     mx.save_safetensors(str(file), tensors | of_head, metadata)
-    return target
+
+
+def _stored(of_head: dict[str, mx.array], family: str) -> dict[str, mx.array]:
+    """Return the tensors of a head as released checkpoints have them; Qwen's norms are stored without their 1."""
+    centred = int(family.startswith("qwen"))
+    norms = {name: array - centred for name, array in of_head.items() if array.ndim == 1}
+    if family == "nemotron_h":
+        for number, name in enumerate(("up_proj", "down_proj"), 1):
+            of_head = {key.replace(f"switch_mlp.fc{number}", f"switch_mlp.{name}"): of_head[key] for key in of_head}
+    matrices = {name: array for name, array in of_head.items() if array.ndim > 1}
+    return norms | transformers_names(matrices, single_experts=not family.startswith("qwen3_5"))

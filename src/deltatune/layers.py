@@ -12,9 +12,11 @@ import mlx.nn as nn
 
 from .errors import UserError
 
-# The functions of mlx-lm and mlx-vlm that compute the gated delta rule, and Mamba-2's state-space duality.
+# The functions of mlx-lm and mlx-vlm that compute the gated delta rule, Mamba-2's state-space duality, and Lightning
+# attention.
 ENTRY_POINT = "gated_delta_update"
 STATE_SPACE = "ssm_update"
+LIGHTNING = "recurrent_gla"
 
 
 def is_gated_delta(module: nn.Module) -> bool:

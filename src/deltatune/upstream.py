@@ -33,6 +33,8 @@ COMBINE = "_combine"
 # mlx-vlm: the forward pass of a multi-token-prediction head.
 DRAFT_FORWARD = "_forward_hidden"
 _DRAFT_ARGUMENTS = ["token_embed", "hidden", "cache", "position_ids"]
+# The same of a head without positions, which returns a pair.
+_DRAFT_ARGUMENTS_OF_PAIR = ["token_embed", "hidden", "tokens", "cache", "kwargs"]
 # mlx-lm: the frequencies of a scaled rotary embedding.
 ROPE_FREQUENCIES = "_freqs"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.
@@ -124,20 +126,26 @@ def model_classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def draft_forward(head: Any) -> Callable[..., mx.array]:
-    """The forward pass of mlx-vlm's multi-token-prediction head of Qwen3.5.
+    """The forward pass of one of mlx-vlm's multi-token-prediction heads, on whole rows.
 
-    It takes embeddings [B, T, D], hidden states [B, T, D], the caches of the head's layers and positions [1, T].
-
-    Raises:
-        UserError: mlx-vlm does not have it under this name, or with other arguments.
+    It takes the embeddings [B, T, D] of the tokens [B, T] that follow, hidden states [B, T, D], and those tokens.
+    UserError where mlx-vlm has it under another name, or with other arguments.
     """
-    forward = getattr(head, DRAFT_FORWARD, None)
-    if forward is None or list(inspect.signature(forward).parameters) != _DRAFT_ARGUMENTS:
+    forward: Any = getattr(head, DRAFT_FORWARD, None)
+    arguments = [] if forward is None else list(inspect.signature(forward).parameters)
+    caches = [None] * len(head.layers)
+
+    def run(embedded: mx.array, hidden: mx.array, following: mx.array) -> mx.array:
+        if arguments == _DRAFT_ARGUMENTS_OF_PAIR:
+            return forward(embedded, hidden, following, caches)[0]
+        return forward(embedded, hidden, caches, mx.arange(hidden.shape[1])[None])
+
+    if arguments not in (_DRAFT_ARGUMENTS, _DRAFT_ARGUMENTS_OF_PAIR):
         raise UserError(
             "mtp: this version of mlx-vlm computes multi-token-prediction heads in another way than 0.7.10 does, with "
             "which deltatune was tried: install mlx-vlm 0.7.10, or leave mtp out."
         )
-    return forward
+    return run
 
 
 def download(name: str) -> Path:
@@ -241,6 +249,12 @@ NAMES = (
         f"mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp.Qwen3_5MTPDraftModel.{DRAFT_FORWARD}",
         "Multi-token-prediction heads are not trained: mtp is refused.",
         lambda: _holds("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp", f"def {DRAFT_FORWARD}("),
+    ),
+    PrivateName(
+        "mlx_vlm",
+        f"mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp.NemotronHMTPDraftModel.{DRAFT_FORWARD}",
+        "Nemotron-H's multi-token-prediction heads are not trained: mtp is refused.",
+        lambda: _holds("mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
         "mlx_vlm",

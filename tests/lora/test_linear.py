@@ -161,19 +161,6 @@ def test_dropout_in_steps_checkpointed_and_compiled(kind, compiled):
             assert mx.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4), name
 
 
-def test_quantised_base_gets_the_gradients_of_its_dequantised_self():
-    packed = adapted(LoRALinear, PACKINGS[3])
-    plain = adapted(LoRALinear, PACKINGS[3])
-    plain.linear = nn.Linear(INPUTS, OUTPUTS)
-    plain.linear.weight, plain.linear.bias = dense_weight(packed.linear), packed.linear.bias
-    plain.update(packed.trainable_parameters())
-    plain.unfreeze_adapter()
-    x, dy = mx.random.normal((7, INPUTS)), mx.random.normal((7, OUTPUTS))
-    found, expected = (value_and_gradients(adapter, adapter, x, dy) for adapter in (packed, plain))
-    assert set(found) == {"y", "x", "lora_a", "lora_b"}
-    assert_agree(found, expected)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("shape", [(2, 7, INPUTS), (7, INPUTS), (2, 3, 5, INPUTS)])
 def test_the_update_as_one_function_has_the_gradients_of_its_products(shape, device, monkeypatch):

@@ -68,5 +68,5 @@ def test_layers_that_share_a_cache_run_on_whole_rows(tiny_model, monkeypatch):
 
 
 def test_layers_that_decode_without_a_cache_carry_nothing(other_model, tiny_model):
-    for model, expected in ((other_model("nemotron_h"), [2, None, 0]), (tiny_model("qwen3"), [None] * 4)):
-        assert [carry.states for carry in carries(model, describe(model))] == expected
+    for model, expected in ((other_model("nemotron_h"), [(2, 0), (0, 1), (0, 0)]), (tiny_model("qwen3"), [(0, 1)] * 4)):
+        assert [(carry.states, carry.attends) for carry in carries(model, describe(model))] == expected

@@ -13,6 +13,7 @@ from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder
 from deltatune.models.batch_decoder import BatchDecoder
+from deltatune.models.generated_answers import AnswerGenerator, can_be_joined
 from deltatune.models.sampled_policy import EXCLUDED, SampledPolicy
 from deltatune.ops.decoding.row_caches import AttentionRows
 from deltatune.ops.recomputation import small_cases
@@ -146,3 +147,27 @@ def test_models_without_gated_delta_layers_are_sampled_too(family, other_model):
 def test_a_layer_that_leaves_its_state_unwritten_is_named(other_model):
     with patched(), pytest.raises(UserError, match=r"mlx_lm.models.mamba: a layer writes its state to caches"):
         BatchDecoder(other_model("mamba").eval(), 1, (), 3).run([[3, 5]])
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "kimi_linear"])
+def test_models_with_other_caches_are_sampled_by_mlx_lm(family, other_model, tiny_model):
+    """Attention of a window, or of latent keys; rows end at different times, and more prompts wait than rows are."""
+    model = (tiny_model(family) if family == "kimi_linear" else other_model(family)).eval()
+    assert not batch_decoder.has_row_caches(model)
+    assert can_be_joined(model)
+    policy = SampledPolicy(0.7, top_k=9)
+    prompts = [[3, 5, 8, 9, 1], [7, 2], [7], [11] * 7]
+    with patched():
+        engine = AnswerGenerator(model, 3, (4, 9, 20), 6, policy.figures)
+        answers = engine.answers(prompts, policy.sampler(mx.random.key(0)))
+        assert [a.tokens for a in engine.answers(prompts, policy.sampler(mx.random.key(0)))] == [
+            a.tokens for a in answers
+        ]
+        for answer in answers:
+            tokens = [*answer.tokens, *([] if answer.end is None else [answer.end])]
+            assert (answer.end is None) == (len(answer.tokens) == 6)
+            log_p, logits = log_probabilities(model, policy, answer, tokens)
+            p = np.array(mx.softmax(logits / 0.7, axis=-1), np.float64)
+            figures = np.stack(answer.figures)
+            np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
+            np.testing.assert_allclose(figures[:, 1], -(p * np.log(p)).sum(-1), atol=2e-4)

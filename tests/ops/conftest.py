@@ -1,4 +1,4 @@
-"""Runs the launches of a test on the device that its fixture `execute` is, or on a host machine as if on a GPU."""
+"""Measures of error, and devices: the launches of a test run on its fixture `execute`, or as if on a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Device, Launch, on
 from deltatune.ops.operator import first_use
+from deltatune.ops.operator.measure import relative_error, relative_norm
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,15 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return names
 
     return pretend
+
+
+@pytest.fixture
+def errors() -> Callable[[dict, dict], dict[str, float]]:
+    """Return errors(results, truth) -> by name, the largest error relative to the largest true element."""
+    return lambda results, truth: {name: relative_error(results[name], truth[name]) for name in truth}
+
+
+@pytest.fixture
+def norms() -> Callable[[dict, dict], dict[str, float]]:
+    """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
+    return lambda results, truth: {name: relative_norm(results[name], truth[name]) for name in truth}

@@ -66,7 +66,7 @@ CASES = {
     "mask_truncated_completions": [(True, GRPO, {})],
     "sampler_correction": [("none", GRPO, {})],
     "scale_rewards": [("batch", GRPO, {}), ("none", GRPO | {"loss_variant": "gspo"}, GRPO | {"loss_variant": "rloo"})],
-    "memory": [("4GB", {}, GRPO), ("4GB", {}, DISTILL)],
+    "memory": [("4GB", {}, GRPO)],
     "mask_prompt": [(True, {}, GRPO)],
     "shuffle_buffer": [(8, {"streaming": True}, {})],
     "project_name": [("p", {"report_to": "tensorboard"}, {})],

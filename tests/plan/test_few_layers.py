@@ -12,6 +12,7 @@ from deltatune.models.vision.inputs import ImageShapes
 from deltatune.ops import cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
 from deltatune.ops.experts import block
+from deltatune.ops.gated_delta import chunking
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -73,6 +74,7 @@ def test_a_step_with_images_is_computed_from_a_few(tiny_vision_model, family, re
 
 LONG = {
     "kept": ("qwen3_5", {}),
+    "kept in 16 bits": ("qwen3_5", {}),
     "in pieces": ("qwen3_5", {"grad_checkpoint": True}),
     "attention in pieces": ("qwen3", {"grad_checkpoint": True}),
     "mixture": ("qwen3_5_moe", {"fine_tune_type": "full"}),
@@ -92,9 +94,12 @@ def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkey
     monkeypatch.setitem(blocked._SCORES, "cpu", 1)
     monkeypatch.setitem(layer_cut.PIECE_BYTES, "cpu", 64 * 4 * SIZES["hidden_size"])
     monkeypatch.setattr(block, "CPU_CHUNK_BYTES", 1)
+    monkeypatch.setitem(chunking._GROUP_ELEMENTS, "cpu", 1)
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     family, options = LONG[name]
     model = tiny_model(family, **SIZES | {"num_hidden_layers": 2, "full_attention_interval": 2})
+    if "16 bits" in name:
+        model.set_dtype(mx.bfloat16)
     config = TrainConfig(num_layers=-1, **options)
     prepare(model, config)
     few, layout = few_layers(model, Checkpoints(range(2) if config.grad_checkpoint else ())), ArrayLayout.measured()

@@ -10,7 +10,7 @@ from deltatune.patches import patched, served
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluation.evaluate import Evaluation, evaluating
-from deltatune.train.setup import choose_loss
+from deltatune.train.setup import Training, choose_loss
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def order(splits):
 def test_the_loss_is_per_token_whatever_the_batches(model, splits):
     """The reference is each example alone, summed in float64; 6 rows fill one batch of 4, and half of another."""
     with patched(model):
-        got = Evaluation(model, choose_loss(model)[0], World())(order(splits))
+        got = Evaluation(model, Training(choose_loss(model)[0]), World())(order(splits))
         total = tokens = 0.0
         model.eval()
         for example in splits.valid:
@@ -48,7 +48,7 @@ def test_the_chunked_loss_is_the_full_one(model, splits):
     with patched(model):
         chunked, how = choose_loss(model)
         assert "chunked" in how
-        losses = [Evaluation(model, loss, World())(order(splits)) for loss in (chunked, full_loss(model))]
+        losses = [Evaluation(model, Training(loss), World())(order(splits)) for loss in (chunked, full_loss(model))]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -57,7 +57,7 @@ def test_no_dropout_and_every_mode_given_back(model, splits):
     model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     with patched(model):
-        evaluation = Evaluation(model, choose_loss(model)[0], World())
+        evaluation = Evaluation(model, Training(choose_loss(model)[0]), World())
         assert evaluation(order(splits)) == evaluation(order(splits))
     assert [module.training for module in model.modules()] == modes
     with pytest.raises(ZeroDivisionError), evaluating(model):
@@ -68,13 +68,13 @@ def test_no_dropout_and_every_mode_given_back(model, splits):
 def test_the_recurrence_is_ours_in_evaluation_too(model, splits):
     with patched(model):
         before = served()["deltatune"]
-        Evaluation(model, full_loss(model), World())(order(splits), 1)
+        Evaluation(model, Training(full_loss(model)), World())(order(splits), 1)
         assert served()["deltatune"] == before + 1
 
 
 def test_it_can_be_cut_short_and_interrupted(model, splits):
     with patched(model):
-        evaluation = Evaluation(model, full_loss(model), World())
+        evaluation = Evaluation(model, Training(full_loss(model)), World())
         seen = []
         evaluation(order(splits), 1, lambda done, total: seen.append((done, total)) is not None)
         assert seen == [(1, 1)]

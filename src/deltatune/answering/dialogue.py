@@ -74,17 +74,7 @@ def generate(
 class Dialogue:
     """A conversation with a model: each question is asked behind all messages before it.
 
-    Args:
-        inference: Gives the answers.
-        system_prompt: A system message that stands first.
-        max_tokens: The largest number of tokens in an answer.
-        template_options: Variables of the chat template.
-
-    Attributes:
-        messages: The conversation, without the system message.
-
-    Raises:
-        UserError: The tokenizer has no chat template.
+    `messages` are the conversation without the system message. UserError where the tokenizer has no chat template.
     """
 
     def __init__(
@@ -110,12 +100,8 @@ class Dialogue:
     def ask(self, question: str) -> Generator[Any, None, None]:
         """Ask a question; the part of the answer when the iterator ends or is closed belongs to the history.
 
-        Yields:
-            mlx-lm's responses, as models.generate.stream does.
-
-        Raises:
-            UserError: The chat template refuses the conversation, of which the question is then no part, or the
-                model's probabilities are not finite.
+        Yield mlx-lm's responses, as models.generate.stream does. UserError where the chat template refuses the
+        conversation, of which the question is then no part, or the model's probabilities are not finite.
         """
         tokens = self.prompt(question)
         parts: list[str] = []
@@ -130,8 +116,7 @@ class Dialogue:
     def prompt(self, question: str) -> list[int]:
         """Return the tokens that the model reads for a question: all that was said before it, too.
 
-        Raises:
-            UserError: The chat template refuses the conversation.
+        UserError where the chat template refuses the conversation.
         """
         inference = self._inference
         asked = [*self._system, *self.messages, _of_user(question)]

@@ -29,12 +29,8 @@ _LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class HarnessModel(TemplateLM):
     """A model as lm-eval asks it: log-likelihoods of continuations, and greedy answers.
 
-    Args:
-        session: The model.
-        batch_size: The number of texts scored at once, and of prompts answered at once where layers read their weights.
-        max_length: The largest number of tokens that the model reads; earlier ones are cut off.
-
-    A likelihood that is not finite ends with a UserError.
+    `batch_size` texts are scored at once, and as many prompts answered where layers read their weights. The model reads
+    `max_length` tokens at most; earlier ones are cut off. A likelihood that is not finite ends with a UserError.
     """
 
     def __init__(self, session: Session, batch_size: int, max_length: int):
@@ -142,8 +138,7 @@ class HarnessModel(TemplateLM):
 def named_tasks(names: Sequence[str], include_path: str | None = None) -> tuple[list[str], TaskManager]:
     """Return the tasks, groups and tags that the names or patterns stand for, and lm-eval's manager of them.
 
-    Raises:
-        UserError: A name stands for none.
+    UserError where a name stands for none.
     """
     manager = TaskManager(include_path=include_path)
     for name in names:
@@ -158,10 +153,8 @@ def named_tasks(names: Sequence[str], include_path: str | None = None) -> tuple[
 def put_tasks(model: HarnessModel, tasks: list[str], manager: TaskManager, **options: Any) -> tuple[dict, str]:
     """Put the tasks of named_tasks() to a model; return the figures of each, by its name, and lm-eval's table of them.
 
-    Further arguments are those of `lm_eval.simple_evaluate`, such as num_fewshot.
-
-    Raises:
-        UserError: The data of a task cannot be loaded.
+    Further arguments are those of `lm_eval.simple_evaluate`, such as num_fewshot. UserError where the data of a task
+    cannot be loaded.
     """
     try:
         results = simple_evaluate(model=model, tasks=tasks, task_manager=manager, **options)

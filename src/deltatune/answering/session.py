@@ -14,11 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data.chats.rendering import Renderer
+from ..data.example import Example
 from ..data.rows.row_formats import tools_of
 from ..errors import UserError, reason
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import folder_of, load, put_adapter
+from ..models.drafts import draft_speeds
 from ..models.generate import Sampling
 from ..models.head import Likelihood, Split, scored, split_head
 from ..models.load import Loaded, refuse_unserved
@@ -30,7 +32,7 @@ from ..patches import INFERENCE, patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.layer_calls import LayerCalls, passed_on
 from ..train.by_layer.store import Store
-from ..train.evaluation.evaluate import evaluating, say_loss
+from ..train.evaluation.evaluate import evaluating, inferring, say_loss
 from ..train.evaluation.inference import Inference
 from ..train.evaluation.nonfinite import explained
 from ..train.reports.screen import Fact, Screen
@@ -51,17 +53,10 @@ class PlannedWeights(Protocol):
 
 
 class Session(Inference):
-    """A model that answers, scores texts and has a loss; files that a limit of memory opens are closed with the
-    session.
+    """A model that answers, scores texts and has a loss; files that a limit of memory opens are closed with it.
 
-    Args:
-        loaded: The model; with a bound of memory, loaded lazily and without its adapter.
-        options: The options of the session; by default those of the model alone.
-        chat: Whether answers end where the chat template ends them, too.
-        template_options: The variables of the chat template.
-
-    Attributes:
-        template_options: The argument.
+    With a bound of memory the model was loaded lazily and without its adapter. If `chat`, answers end where the chat
+    template ends them, too.
 
     Example:
         with Session.open(AnswerOptions("path/to/model", adapter_path="adapters")) as session:
@@ -90,13 +85,8 @@ class Session(Inference):
     def open(cls, options: AnswerOptions, *, media: str | None = None, chat: bool = True) -> Session:
         """Load a model with its adapter, and refuse options that it cannot serve.
 
-        Args:
-            options: The options of the session.
-            media: The flag and the file of the first image or video, as messages name them; None for text.
-            chat: Whether answers end where the chat template ends them, too.
-
-        Raises:
-            UserError: An option or a file is not valid, or results depend on a function that runs upstream's code.
+        `media` names the flag and the file of the first image or video, as messages do; None is for text. UserError
+        where an option or a file is not valid, or results depend on a function that runs upstream's code.
         """
         if options.seed is not None:
             mx.random.seed(options.seed)
@@ -118,14 +108,9 @@ class Session(Inference):
     def place(self, plan: Callable[[nn.Module, Store, int], PlannedWeights], unit: str) -> None:
         """Let the layers that do not fit in memory read their weights, and say on standard error which these are.
 
-        Without a bound of memory nothing is done. A later call plans anew, with the model loaded anew.
-
-        Args:
-            plan: Returns the places of the weights of a model, from its store and a bound in bytes.
-            unit: The pass that reads all layers once, in a word.
-
-        Raises:
-            UserError: Memory is too little; the session is then as it was before.
+        Without a bound of memory nothing is done. A later call plans anew, with the model loaded anew. `plan` gets the
+        bound in bytes, and `unit` names the pass that reads all layers once. UserError where memory is too little; the
+        session is then as it was before.
         """
         if self._options.memory is None:
             return
@@ -160,15 +145,9 @@ class Session(Inference):
         self._stack.callback(mx.set_memory_limit, mx.set_memory_limit(memory))
 
     def score(self, rows: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int) -> list[Likelihood]:
-        """Score the ends of texts; logits are computed for the scored tokens alone, by deltatune's operators.
+        """Score so many tokens at the end of each row, by deltatune's operators; only they get logits.
 
-        Args:
-            rows: The tokens of each text.
-            counts: The number of tokens at the end of each that are scored.
-            batch_size: The number of texts that are read at once.
-
-        Raises:
-            NoResultError: A log-likelihood is not finite.
+        `batch_size` rows are read at once. NoResultError where a log-likelihood is not finite.
         """
         # Texts of like length share a batch, the longest first.
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
@@ -190,15 +169,9 @@ class Session(Inference):
         return self._split
 
     def loss(self, run: Run, screen: Screen, plan: Callable[[Run, Store], PlannedWeights]) -> float:
-        """Compute the loss per token on the test set of a run, print and return it.
+        """Compute the loss per token on the test set of a run with the session's model, print and return it.
 
-        Args:
-            run: The run; its model is that of the session.
-            screen: Where lines are printed.
-            plan: Returns the places of the weights where the run's option `memory` bounds it.
-
-        Raises:
-            NoResultError: The loss is not finite.
+        `plan` places the weights where the run's option `memory` bounds it. NoResultError where the loss is not finite.
         """
         if run.config.memory is not None:
             planned = plan(run, store_of(run.loaded, self._options))
@@ -208,6 +181,15 @@ class Session(Inference):
             if self.weights is None:
                 self._limit(planned.limit())
         return say_loss("Test", run.model, run.config, run.splits.test, run.world, screen, self.weights)
+
+    def draft_speeds(self, examples: Sequence[Example], max_tokens: int) -> str:
+        """Return a sentence on drafts in answers to the prompts of examples, and to the first half of plain texts."""
+        prompts = [
+            example.prompt.tokens if example.prompt.positions else example.tokens[: len(example.tokens) // 2]
+            for example in examples
+        ]
+        with inferring(self.model):
+            return draft_speeds(self.loaded, [prompt.tolist() for prompt in prompts], max_tokens)
 
 
 def _load(options: AnswerOptions, media: str | None) -> Loaded:

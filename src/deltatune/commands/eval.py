@@ -28,6 +28,9 @@ OPTIONS = (
 # Where none is given, evaluate() takes the value with which the adapter was trained.
 _OF_ADAPTER = ("chat_template_config", "min_pixels", "max_pixels", "fps", "video_max_frames")
 
+# Of so many rows of the test set, answers of so many tokens show the speeds with drafts and without.
+_DRAFTED_ANSWERS = 4
+_DRAFTED_TOKENS = 64
 
 HELP = "print loss and perplexity on test.jsonl, or figures on tasks of lm-eval"
 
@@ -38,7 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         action="store_true",
-        help="also print the loss of the multi-token-prediction head, and the share of its tokens that are accepted",
+        help="also print the loss of the multi-token-prediction head, the share of its tokens that are accepted, and "
+        "the speeds of answers with its drafts and without",
     )
     add_fields(parser.add_argument_group("tasks of lm-eval, in place of data"), TaskOptions)
 
@@ -61,12 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate_tasks(config: TrainConfig, options: TaskOptions, adapter_path: str | None) -> dict[str, Any]:
-    """Print and return the figures of a model, alone or with the adapter in a folder, on tasks of lm-eval, by task.
+    """Print and return the figures of a model, alone or with an adapter, on tasks of lm-eval, by task.
 
-    Of the options of a run, the model, batch_size and max_seq_length matter here.
-
-    Raises:
-        UserError: lm-eval is not installed, does not know a task, or cannot load its data.
+    Of the options of a run, the model, batch_size and max_seq_length matter here. Without lm-eval, for a task that it
+    does not know, or where a task's data cannot be loaded, a UserError says so.
     """
     try:
         from ..answering.harness import HarnessModel, named_tasks, put_tasks
@@ -114,11 +116,8 @@ def evaluate(
 ) -> float:
     """Print and return a model's loss per token on the test set.
 
-    Args:
-        config: Options of a run, of which the model, the data and the batches matter here.
-        adapter_path: The folder of an adapter to put on the model, or None for the model alone.
-        flags: The options that are refused where the test set does not read them, as refuse_unread() takes them.
-        draft: Whether to evaluate the multi-token-prediction head as well.
+    `flags` are refused, as by refuse_unread(), where the test set does not read them; with `draft` the
+    multi-token-prediction head is evaluated as well.
     """
     from ..answering.session import Session
     from ..data.vision.media import picture_options
@@ -140,4 +139,7 @@ def evaluate(
     for line in [run.splits.rule, *run.splits.notes, *run.notes]:
         screen.say(line)
     with Session(run.loaded, _session_options(config, adapter_path), chat=False) as session:
-        return session.loss(run, screen, placed_evaluation)
+        loss = session.loss(run, screen, placed_evaluation)
+        if draft:
+            screen.say(session.draft_speeds(run.splits.test[:_DRAFTED_ANSWERS], _DRAFTED_TOKENS))
+    return loss

@@ -128,23 +128,26 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.peft_adapter import write_peft
+    from ..lora.adapter_files import head_notes
 
     adapter = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
     kinds = {name: len(adapter.config.get(f"target_{name}", ())) for name in ("modules", "parameters")}
     counts = ", ".join(f"{count} target {name}" for name, count in kinds.items() if count)
     line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {adapter.config['base_model_name_or_path']}."
-    return [line], adapter.notes
+    return [line], head_notes(arguments.adapter_path, "transformers") + adapter.notes
 
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..lora.adapter_files import template_options, write_mlx
+    from ..lora.adapter_files import head_notes, template_options, write_mlx
     from ..options.chat_template import written_options
 
     path = write_mlx(arguments.adapter_path, arguments.save_path)
     options = template_options(path)
     asked = f" {written_options(options)}" if options else ""
     command = f"  mlx_lm.generate --model {quote(arguments.model)} --adapter-path {quote(str(path))}{asked}"
-    return [f"The adapter is in {path}. To ask it, add --prompt to", command], []
+    return [f"The adapter is in {path}. To ask it, add --prompt to", command], head_notes(
+        arguments.adapter_path, "mlx-lm"
+    )
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -202,6 +205,7 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.gguf_file import OUTTYPES, write_gguf_adapter
+    from ..lora.adapter_files import head_notes
 
     outtype = arguments.outtype or "f32"
     if outtype not in OUTTYPES:
@@ -209,7 +213,8 @@ def _gguf_adapter(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     path = write_gguf_adapter(
         arguments.model, arguments.adapter_path, arguments.save_path, arguments.llama_cpp, outtype, arguments.base_model
     )
-    return [f"llama.cpp's converter wrote {path}: llama-cli -m BASE.gguf --lora {quote(str(path))}"], []
+    line = f"llama.cpp's converter wrote {path}: llama-cli -m BASE.gguf --lora {quote(str(path))}"
+    return [line], head_notes(arguments.adapter_path, "llama.cpp")
 
 
 _EXPORTS = {"peft": _peft, "mlx": _mlx, "merged": _merged, "gguf": _gguf, "gguf-adapter": _gguf_adapter}

@@ -162,12 +162,10 @@ def add_fields(group: Any, options: type) -> None:
 def add_options(
     parser: argparse.ArgumentParser, names: Sequence[str] | None = None, of_adapter: Sequence[str] = ()
 ) -> None:
-    """Give `parser` the flag -c for a YAML file and the flags of the options.
+    """Give `parser` the flag -c for a YAML file and the flags of options.
 
-    Args:
-        parser: The parser of a command.
-        names: The fields of TrainConfig that get a flag; None means all of them, and LoraConfig's.
-        of_adapter: Those of them with an adapter's training value as their default.
+    `names` are the fields of TrainConfig that get a flag; None stands for all of them, and LoraConfig's. The defaults
+    of those in `of_adapter` are the values with which an adapter was trained.
     """
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file with options; flags override it")
     groups: dict[str, Any] = {}
@@ -213,13 +211,8 @@ def add_ends(parser: argparse.ArgumentParser, more: str = "") -> None:
 def config_from(arguments: argparse.Namespace, *, trains: bool = True) -> TrainConfig:
     """Return the options of a run: a flag overrides the YAML file, which overrides the default.
 
-    Args:
-        arguments: The flags.
-        trains: Whether the options are those of a training run, and not of its model's evaluation.
-
-    Raises:
-        UserError: If the YAML file cannot be read, or an option is unknown, has a value that it may not have, is
-            excluded by another, or would not be read by a training run.
+    A UserError names an option that is unknown, has a value that it may not have, is excluded by another or, where
+    `trains`, would not be read by a training run.
     """
     file = getattr(arguments, "config", None)
     values = {} if file is None else read_yaml(file)

@@ -48,10 +48,8 @@ def _true_or_false(text: str) -> bool:
 
 
 def generate(options: GenerateOptions) -> str:
-    """Print the model's answer as it is generated, and return it.
-
-    Raises:
-        UserError: If an option or a file is not valid, or the prompt is empty.
+    """Print the model's answer as it is generated, and return it; UserError for an option, file or prompt that is
+    unfit.
     """
     from ..answering.session import Session
     from ..data.prompts import Question

@@ -54,13 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _bounded(config: TrainConfig) -> int:
     """Print where the weights of a run with --memory are; the exit code is 1 if the limit is too low."""
     from ..plan import placement
+    from ..plan.forward_placement import placed_teacher
     from ..train.setup import ready
 
     run = ready(config, lazy=True)
     for note in run.notes:
         say(note)
     try:
-        placed, _ = placement.placed(run)
+        placed, _ = placement.placed(run) if run.teacher is None else placed_teacher(run)
     except placement.TooLittleMemoryError as error:
         say(str(error))
         return 1

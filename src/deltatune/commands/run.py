@@ -46,23 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) -> int:
-    """Run a Python program with the patches applied.
+    """Run a Python program with the patches applied and return its exit code.
 
-    Args:
-        argv: A console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments.
-        verbose: Whether to name every patch that is applied.
-        force: Whether to go on where a function that results depend on keeps upstream's code.
-
-    Returns:
-        The program's exit code.
-
-    Raises:
-        UserError: If the command is not a Python program, or results depend on a function in it that deltatune cannot
-            replace. An exception of the program passes through; Python then shows its traceback without deltatune's own
-            frames.
-
-    Example:
-        >>> run_program(["mlx_lm.lora", "--model", "Qwen/Qwen3.5-0.8B", "--train"])
+    `argv` is a console script, a module or FILE.py, or `python` before FILE.py or -m MODULE, and its arguments. A
+    UserError refuses a command that is no Python program and, unless `force`, one in which results depend on a function
+    that deltatune cannot replace. An exception of the program passes through; Python then shows its traceback without
+    deltatune's own frames.
     """
     from ..machine import backend
     from ..machine.compiling import without_kernels

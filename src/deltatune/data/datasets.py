@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from .rows.sources import (
     DataTable,
     JsonLines,
     hugging_face,
-    hugging_face_streams,
     in_memory,
     is_format,
     is_saved_dataset,
@@ -67,14 +66,10 @@ def first_image(config: TrainConfig) -> str | None:
         for table, features in parts:
             formats = None if config.has_preferences else RowFormats(features)
             for source, row in table.candidates():
-                if kind := media_kind(row, _messages(row, source, formats)):
+                messages = messages_of(row) if formats is None else formats.messages(row, source) or []
+                if kind := media_kind(row, messages):
                     return f"{source}, in a video" if kind == VIDEO else source
     return None
-
-
-def _messages(row: Any, source: str, formats: RowFormats | None) -> Iterator[Any]:
-    """Yield the messages of a row as `formats` reads it, or of a row of preferences where that is None."""
-    yield from messages_of(row) if formats is None else formats.messages(row, source) or []
 
 
 def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None) -> Splits:
@@ -178,7 +173,12 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     source, features = tables["train"][0]
     size = -(-config.shuffle_buffer // config.batch_size) * config.batch_size
     first = ExampleStream(source, partial(_read_rows, reader, features=features), size).window(None)
-    stream = ExampleStream(source, partial(_read_more, config, tokenizer, features), size)
+
+    def encode(rows: list[tuple[str, Any]], name: str) -> list[Any]:
+        # The notes of a reader on rows that are streamed during training are dropped.
+        return _read_rows(Reader(config, tokenizer), rows, name, features)
+
+    stream = ExampleStream(source, encode, size)
     splits["train"] = first.examples
     _check(config, splits, tables, reader.notes)
     # Later rows may be of other formats, but none has pictures.
@@ -216,13 +216,6 @@ def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
     return {"rule": _rule(reader.kinds, config), "notes": reader.notes, "template_options": options}
 
 
-def _read_more(
-    config: TrainConfig, tokenizer: Any, features: Features, rows: list[tuple[str, Any]], name: str
-) -> list[Any]:
-    """Return the examples of rows that are streamed during training; the reader's notes are dropped."""
-    return _read_rows(Reader(config, tokenizer), rows, name, features)
-
-
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
     return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
 
@@ -236,7 +229,7 @@ def _needed_splits(config: TrainConfig) -> list[str]:
 
 def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
     """Return the tables, or with `streaming` the streams, of each needed split, with the keys of their rows."""
-    open_dataset = hugging_face_streams if config.streaming else hugging_face
+    open_dataset = partial(hugging_face, streaming=config.streaming)
     if config.hf_dataset:
         return _hf_tables(config, needed, open_dataset)
     if config.data is None:
@@ -272,9 +265,10 @@ def _stored(
         return {needed[0]: _file_table(folder, data, open_dataset, streaming=config.streaming)}
     files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
     if files:
-        wanted = {name: file for name, file in files.items() if name in needed}
         return {
-            name: _file_table(file, data, open_dataset, streaming=config.streaming) for name, file in wanted.items()
+            name: _file_table(file, data, open_dataset, streaming=config.streaming)
+            for name, file in files.items()
+            if name in needed
         }
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
@@ -412,6 +406,8 @@ def _rule(kinds: set[str], config: TrainConfig) -> str:
         "the answers of pairs": {CHOSEN},
         "answers with a label": {LABEL},
     }
+    if unknown := kinds.difference(*parts.values()):
+        raise ValueError(f"the formats {', '.join(sorted(unknown))} lack words on the tokens that count.")
     counted = ", ".join(words for words, of in parts.items() if of & kinds)
     how = "; --no-mask-prompt counts every token" if kinds - {TEXT, CHOSEN, LABEL} else ""
     return f"Loss on {counted}{how}."

@@ -30,13 +30,10 @@ ANSWER = "answer"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptExample(Example):
-    """The prompt of a row, behind which answers are sampled. No token of it counts in the loss.
+    """The prompt of a row, behind which answers of up to `most` tokens are sampled. No token of it counts in the loss.
 
-    Args:
-        question: The prompt as the data have it: a text, or messages.
-        columns: The other columns of the row, which rewards read.
-        most: The largest number of tokens in an answer.
-        plain: Whether the prompt is a plain text, which is continued as it stands.
+    `question` is the prompt as the data have it, a text or messages, and `columns` the other columns of the row, which
+    rewards read. A `plain` prompt is continued as it stands.
     """
 
     question: str | Messages = ""
@@ -58,8 +55,7 @@ class PromptExample(Example):
 def messages_to_answer(row: Any, source: str, features: Features) -> tuple[Messages, Messages] | None:
     """Return the messages of a row before its last answer, and those from there on; None for plain text.
 
-    Raises:
-        UserError: The row has no known format. The message names `source`.
+    A row without a known format is refused by a UserError that names `source`.
     """
     alone = isinstance(row, Mapping) and row.get(features.completion) is None
     question = row.get(features.prompt) if alone else None
@@ -76,11 +72,7 @@ def messages_to_answer(row: Any, source: str, features: Features) -> tuple[Messa
 
 
 def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, Any], source: str) -> list[int]:
-    """Turn the messages of a row into tokens through the chat template.
-
-    Raises:
-        UserError: There is no message, no template, or the template refuses the messages.
-    """
+    """Turn the messages of a row into tokens; UserError without a message or template, or where it refuses them."""
     if not messages:
         raise UserError(f"{source}: no message before the answer; expected one to answer.")
     if not tokenizer.has_chat_template:
@@ -94,8 +86,7 @@ def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, A
 def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig) -> PromptExample:
     """Return the prompt of a row with its other columns.
 
-    Raises:
-        UserError: The row has no known format, holds images, or no token is left of it.
+    A UserError refuses a row that has no known format, holds images, or leaves no token.
     """
     parts = messages_to_answer(row, source, features)
     columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}

@@ -12,14 +12,10 @@ from .chats.rendering import Renderer
 
 @dataclass(frozen=True)
 class Question:
-    """A user's question.
+    """A user's question. Without a chat template, the prompt is the whole text.
 
-    Attributes:
-        prompt: The user's message. Without a chat template it is the whole text.
-        system_prompt: A system message that stands first.
-        prefill_response: The beginning of the answer, which the model then continues.
-        images: The number of images before the prompt. The template writes one image token for each.
-        videos: For each video before the prompt, the text that stands for it.
+    `prefill_response` is the beginning of the answer, which the model then continues. Before the prompt stand so many
+    images, for each of which the template writes one token, and the texts that stand for videos.
     """
 
     prompt: str
@@ -52,20 +48,10 @@ def prompt_tokens(
         "change --prompt, --system-prompt, --prefill-response or --chat-template-config, or give --ignore-chat-template"
     ),
 ) -> list[int]:
-    """Turn a question into tokens, through the tokenizer's chat template if it has one.
+    """Turn a question into token ids, through the tokenizer's chat template if it has one and `chat_template` is true.
 
-    Args:
-        tokenizer: mlx-lm's wrapper of the tokenizer.
-        question: The question.
-        chat_template: False ignores the template.
-        template_options: Further variables for the template.
-        refused: The remedy that the message names if the template refuses the prompt.
-
-    Returns:
-        The token ids.
-
-    Raises:
-        UserError: The chat template refuses the prompt or an option, or there is none to place an option's text.
+    A UserError, with the remedy `refused`, says that the template refuses the prompt or an option, or that there is
+    none to place an option's text.
     """
     if not (chat_template and tokenizer.has_chat_template):
         flags = {"--system-prompt": question.system_prompt, "--prefill-response": question.prefill_response}
@@ -81,10 +67,6 @@ def text_tokens(tokenizer: Any, text: str) -> list[int]:
     """Turn a text for the model to continue into tokens, without the end that some tokenizers add.
 
     The token that begins a text is added as the tokenizer does it, unless the text has it already.
-
-    Args:
-        tokenizer: mlx-lm's wrapper of the tokenizer.
-        text: The text.
     """
     first = tokenizer.bos_token
     if first and text.startswith(first):
@@ -111,15 +93,9 @@ def conversation_text(
 ) -> str:
     """Write a conversation that the model is to answer with the chat template, within rendering.LIMITS.
 
-    Args:
-        tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
-        messages: The messages, each with its role.
-        remedy: The remedy that the message names if the template refuses them.
-        template_options: Variables for the template. Under `tools` stand the tools that it describes to the model.
-        prefilled: Whether the last message is the beginning of the answer, which the model then continues.
-
-    Raises:
-        UserError: If the chat template refuses the conversation or an option, or reaches a limit.
+    Under `tools`, `template_options` hold the tools that the template describes to the model. With `prefilled` the last
+    message is the beginning of the answer. A UserError that ends with the remedy says that the template refuses the
+    conversation or an option, or reaches a limit.
     """
     options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **(template_options or {})}
     try:

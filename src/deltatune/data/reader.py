@@ -39,12 +39,9 @@ _MEANINGS = {
 
 
 class Reader:
-    """Reads tables as examples.
+    """Reads tables as examples, and collects the formats of their rows (`kinds`) and notes for the user.
 
-    Attributes:
-        kinds: The formats of their rows.
-        prompts: How many of their turns are behind a prompt with each value of enable_thinking.
-        notes: Sentences for the user.
+    `prompts` counts the turns behind a prompt with each value of enable_thinking.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):

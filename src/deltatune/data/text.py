@@ -15,7 +15,7 @@ from ..models.vision.inputs import VisionSpec, single_frames, token_positions
 from ..options.chat_template import THINKING
 from ..options.values import nearest
 from ..upstream import hugging_face_tokenizer
-from .chats.chat import ChatTokenizer
+from .chats.chat import ChatTokenizer, encoded
 from .chats.rendering import ChatRow, Item, Rendered, Renderer
 from .chats.template_probes import REASONING
 from .chats.unwritten import MarkedCopy, UnwrittenParts
@@ -36,7 +36,7 @@ from .rows.row_formats import (
 )
 from .rows.unread_columns import MARKED_TURNS, MARKS_IN_TEXT, counts
 from .vision.media import MediaReader, MediaSize, Pictures
-from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_columns, media_kind, place_media, write_videos
+from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_kind, place_media, write_videos
 from .vision.prompt import token_counts
 from .vision.videos import video_names, video_text
 
@@ -52,14 +52,9 @@ class PlacedMedium(NamedTuple):
 class MediaPlacer:
     """Puts the images and videos of rows into their messages, and into the examples of these.
 
-    The content of a message is a string with the marks "<image>" and "<video>", or a list of parts such as
-    {"type": "text", "text": ...}, {"type": "image"} and {"type": "video"}. The files come from the parts themselves
-    ("image": PATH), or in order from the row's "images" (or "image") and "videos" (or "video").
-
-    Args:
-        spec: The token ids and sizes of the vision tower.
-        reader: The reader of images and videos.
-        tokenizer: Writes the tokens around a picture.
+    The content of a message is a string with the marks "<image>" and "<video>", or a list of parts such as {"type":
+    "text", "text": ...}, {"type": "image"} and {"type": "video"}. The files come from the parts themselves ("image":
+    PATH), or in order from the row's "images" (or "image") and "videos" (or "video").
     """
 
     def __init__(self, spec: VisionSpec, reader: MediaReader, tokenizer: Any):
@@ -69,16 +64,14 @@ class MediaPlacer:
     def place(self, row: Any, messages: Messages | None, source: str) -> tuple[Messages | None, list[PlacedMedium]]:
         """Return a row's messages with a part for each image, and the text of each video; and these in order.
 
-        Raises:
-            UserError: A file cannot be read, or places and files do not match; the message names `source`.
+        A UserError, naming `source`, says that a file cannot be read, or that places and files do not match.
         """
-        columns = media_columns(row, source)
         if messages is None:
-            if any(columns.values()):
-                medium = "an image" if columns[IMAGE] else "a video"
+            if kind := media_kind(row, ()):
+                medium = "an image" if kind == IMAGE else "a video"
                 raise UserError(f"{source}: a text line has no place for {medium}; use messages or prompt/completion.")
             return None, []
-        messages, values = place_media(messages, columns, source)
+        messages, values = place_media(messages, row, source)
         contents = [(number, message["content"]) for number, message in enumerate(messages)]
         numbers = [
             number
@@ -97,8 +90,7 @@ class MediaPlacer:
     def with_pictures(self, example: Example, media: Sequence[PlacedMedium]) -> Example:
         """Return the example with each image and video token repeated once for each of its features.
 
-        Raises:
-            UserError: The tokens are not those of the media, or no text is left to predict.
+        A UserError says that the tokens are not those of the media, or that no text is left to predict.
         """
         spec, source = self._spec, example.source
         sizes = [medium.size for medium in media]
@@ -243,7 +235,7 @@ class TextEncoder:
         inner = hugging_face_tokenizer(self._tokenizer)
         if not texts or type(inner).encode is not PreTrainedTokenizerBase.encode:
             return [self._tokenizer.encode(text) for text in texts]
-        return inner(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+        return encoded(inner, texts, specials=True)
 
     def _text_example(self, item: PlainText, tokens: list[int]) -> Example:
         if self._mask_prompt:
@@ -283,10 +275,8 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
 
 
 def check_answers(messages: Messages, turns: list[int], source: str) -> None:
-    """Refuse an answer among these turns that says nothing: the model would learn to stop at once.
-
-    Raises:
-        UserError: It has no text, no reasoning, no call of a tool and no picture.
+    """Refuse, with a UserError, an answer among these turns without text, reasoning, call or picture: it teaches to
+    stop.
     """
     for turn in turns:
         message = messages[turn]

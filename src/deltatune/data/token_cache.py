@@ -94,9 +94,7 @@ def encoding_digest(tokenizer: Any) -> str | None:
 def read(key: str, name: str) -> Encoded | None:
     """Return the table that `keep` stored under a key; None if there is none or it is damaged.
 
-    Args:
-        key: The digest of the data, the tokenizer and the options.
-        name: The name of the table, with which the sources of its rows begin.
+    `name` is that of the table, with which the sources of its rows begin.
     """
     path = _path(key)
     try:

@@ -81,7 +81,7 @@ def write_peft(
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
     model = load_base(path, adapter_path)
     load_adapters(model, adapter_path)
-    head = model.pop(MTP, None)
+    model.pop(MTP, None)
     if not adapters(model):
         raise UserError(
             f"{adapter_path}: it updates the multi-token-prediction head alone, for which transformers has no class; "
@@ -90,11 +90,6 @@ def write_peft(
     if one_alpha:
         _give_one_alpha(list(adapters(model).values()))
     exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
-    if head is not None:
-        exported.notes.append(
-            "The updates of the multi-token-prediction head are left out, since transformers has no class for it; "
-            "export --to merged carries them."
-        )
     if ends := unwritten_ends(path):
         exported.notes.append(
             "The base's generation_config.json lacks an end token that its tokenizer names: give transformers' "

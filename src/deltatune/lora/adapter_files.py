@@ -49,25 +49,13 @@ _LEAF = re.compile(rf"^(?P<path>.+)\.(?P<leaf>{'|'.join(ADAPTER_LEAVES)})(\.\d+)
 def save_adapters(
     model: nn.Module, directory: str | Path, config: Mapping[str, Any], *, weights: str = WEIGHTS, named: bool = True
 ) -> Path:
-    """Write the trainable parameters of `model` into `directory`, in mlx-lm's format.
+    """Write the trainable parameters of `model` into a folder, in mlx-lm's format; return the path of the tensors'
+    file.
 
     Unequal ranks are padded with zeros, and unequal scales are multiplied into lora_b. Each file is replaced in one
-    move, so that an interrupted save leaves the previous adapter readable.
-
-    Args:
-        model: A model with adapters, or one that trains its own layers.
-        directory: The folder to write to, created where it is missing.
-        config: The options of the run, which are stored in adapter_config.json too.
-        weights: The name of the file with the tensors.
-        named: Whether to list the adapted modules as `keys`. Without that list, `num_layers` in `config` says where
-            the adapters are.
-
-    Returns:
-        The path of the file with the tensors.
-
-    Raises:
-        UserError: The format cannot express the adapter (LoRA and DoRA together, unequal dropout, trained tensors
-            outside adapters), or the disk refuses.
+    move, so that an interrupted save leaves the previous adapter readable. `config` holds the run's options, which are
+    stored too. With `named`, adapted modules are listed as `keys`; without, `num_layers` says where the adapters are.
+    UserError where the format cannot express the adapter (adapter_state), or the disk refuses.
     """
     directory = Path(directory)
     tensors, described = adapter_state(model)
@@ -91,8 +79,8 @@ def save_adapters(
 def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Return the tensors to save by full path, and the part of adapter_config.json that says how to rebuild them.
 
-    Raises:
-        UserError: mlx-lm's format cannot express the trained parameters.
+    UserError for LoRA and DoRA together, unequal dropout, and tensors that train beside adapters: mlx-lm's format has
+    no place for them.
     """
     new_rows = stored_rows(model)
     grown = tuple(f"{path}.new_" for path in grown_tables(model))
@@ -136,19 +124,11 @@ def _stored(adapter: nn.Module) -> dict[str, Any]:
 
 
 def load_adapters(model: nn.Module, directory: str | Path, *, left_out: Collection[str] = ()) -> ConversionReport:
-    """Add the adapter in `directory`, written by deltatune or mlx_lm.lora, to `model` in place.
+    """Add the adapter in a folder, written by deltatune or mlx_lm.lora, to a model without adapters, in place.
 
-    Args:
-        model: A model without adapters.
-        directory: The folder with adapters.safetensors and adapter_config.json.
-        left_out: The parts, such as "vision", that `model` has not; their tensors are left out.
-
-    Returns:
-        A report that names the adapted modules, or the loaded tensors of a fully fine-tuned model.
-
-    Raises:
-        UserError: The adapter is missing, damaged or made for another model.
-        ValueError: The model already has adapters.
+    `left_out` are the parts, such as "vision", that the model has not; their tensors are left out. The report names the
+    adapted modules, or the loaded tensors of a fully fine-tuned model. UserError for an adapter that is missing,
+    damaged or made for another model.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -176,14 +156,7 @@ def load_adapters(model: nn.Module, directory: str | Path, *, left_out: Collecti
 def load_adapter_weights(model: nn.Module, path: str | Path, *, compare: bool = True) -> None:
     """Load a file of adapter tensors into a model that already has adapters of the same rank on the same modules.
 
-    Args:
-        model: A model with adapters, or one that trains its own layers.
-        path: The file.
-        compare: Whether to compare the config beside the file with the model's adapters.
-
-    Raises:
-        UserError: The file is missing or damaged, a tensor does not fit the model, or the config beside the file says
-            another rank, scale or kind than the model's adapters have.
+    With `compare`, a config beside the file with another rank, scale or kind than the model's adapters is refused.
     """
     tensors = read_weights(Path(path))
     if compare:
@@ -225,11 +198,7 @@ def _check_saved_settings(model: nn.Module, path: Path) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the adapter_config.json in `directory`.
-
-    Raises:
-        UserError: The file is missing, is not a JSON object, holds a field of a wrong type, or is PEFT's.
-    """
+    """Read the adapter_config.json in `directory`; UserError for a missing one, another folder's mistake, or PEFT's."""
     path = directory / CONFIG
     if directory.is_file():
         raise UserError(f"adapter {directory}: this is a file; give its folder, {directory.parent}.")
@@ -257,9 +226,6 @@ def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
     """Copy the two files that make an adapter into a new folder, for mlx_lm.generate, mlx_lm.server and LM Studio.
 
     Updates of a multi-token-prediction head are left out, since mlx-lm leaves out the head and refuses them.
-
-    Raises:
-        UserError: The adapter is damaged or of such a head alone, or the folder holds one already or cannot be written.
     """
     adapter_path, save_path = Path(adapter_path), Path(save_path)
     config = read_config(adapter_path)
@@ -286,25 +252,25 @@ def write_mlx(adapter_path: str | Path, save_path: str | Path) -> Path:
     return save_path
 
 
-def options_of(directory: Path) -> dict[str, Any]:
-    """Read the options of the run that wrote an adapter, or a whole model, into `directory`.
+def head_notes(adapter_path: str | Path, reader: str) -> list[str]:
+    """Return a note where `reader` has no place for the updates of a head that an adapter holds; else an empty list."""
+    if all(part_of(name) != MTP for name in read_header(Path(adapter_path) / WEIGHTS).tensors):
+        return []
+    return [
+        f"The updates of the multi-token-prediction head are left out, since {reader} has no class for it; export --to "
+        "merged carries them."
+    ]
 
-    Raises:
-        UserError: It holds neither, or their file is not a JSON object.
-    """
+
+def options_of(directory: Path) -> dict[str, Any]:
+    """Read the options of the run that wrote an adapter, or a whole model, into `directory`."""
     path = directory / RUN_OPTIONS
     return read_json(path) if path.is_file() else read_config(directory)
 
 
 def template_options(directory: str | Path | None, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the variables of the chat template in the training of a folder's adapter or model, and the user's own.
-
-    Args:
-        directory: The folder of an adapter, or of a whole model; None has no variables.
-        asked: The variables that the user gave, which go before those of the folder.
-
-    Raises:
-        UserError: The file with the run's options is missing or damaged.
+    """Return the chat template's variables in the training of a folder's adapter or model, overridden by those `asked`
+    for.
     """
     options = {} if directory is None else options_of(Path(directory)).get("chat_template_config")
     trained = {} if options is None else checked_options(options, f"{directory}: chat_template_config")
@@ -332,10 +298,8 @@ def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array], first
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked.
-
-    Raises:
-        UserError: The file is missing, damaged or empty, or a tensor holds NaN or infinity.
+    """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked. UserError
+    for a file that is damaged or empty, and for NaN or infinity.
     """
     if not path.is_file():
         hint = f"it is a folder; give {path / WEIGHTS}" if path.is_dir() else "no such file"

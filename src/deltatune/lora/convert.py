@@ -105,11 +105,7 @@ def convert_to_lora(
 def make_adapters(
     model: nn.Module, ranks: dict[str, int], scale: float, dropout: float, *, dora: bool = False
 ) -> dict[str, nn.Module]:
-    """Make an adapter for each module of `ranks` (path to rank), and return them by path; the model is not changed.
-
-    Raises:
-        UserError: A module has no kind of adapter.
-    """
+    """Make an adapter for each module of `ranks` (path to rank), and return them by path; the model is not changed."""
     modules = dict(model.named_modules())
     new_adapters: dict[str, nn.Module] = {}
     for path, rank in ranks.items():
@@ -211,15 +207,11 @@ def _unfreeze_layers(model: nn.Module, config: LoraConfig, num_layers: int, part
 
 
 def merge(model: nn.Module, dequantize: bool = False) -> list[str]:
-    """Replace every adapter of `model`, in place, by a module like its base that contains the adapter's update.
+    """Replace every adapter of `model`, in place, by a module like its base with the update; return the adapters'
+    paths.
 
-    Args:
-        model: A model with adapters.
-        dequantize: Whether a quantised base becomes a dense module. Otherwise it is quantised again, with the same
-            settings, which rounds the update along with the weight.
-
-    Returns:
-        The paths of the replaced adapters.
+    A quantised base is quantised again with the same settings, which rounds the update along with the weight, unless it
+    becomes dense by `dequantize`.
     """
     fused = {path: adapter.fuse(dequantize=dequantize) for path, adapter in adapters(model).items()}
     if fused:

@@ -22,19 +22,13 @@ _ARRAY_NAMES = ("weight", "scales", "biases", "bias")
 
 
 def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Find the candidates with arrays that other code than their own methods reads in a forward pass.
+    """Return the name of an array that other code than its module's methods reads in a forward pass, by the module's
+    path.
 
     The passes are one in training mode over two tokens, and two in inference mode over two tokens and one, since models
     branch on both. The stand-ins are of another class than the candidates, as adapters are: an owner that reads the
     arrays of nn.Linear alone (after a test of the class) would call an adapter. Afterwards the model, its layers'
     caches and the random state are as before.
-
-    Args:
-        model: Called with token ids [1, T].
-        candidates: Modules of `model`, by path.
-
-    Returns:
-        The name of an array that is read directly, by the module's path.
     """
     read: dict[str, list[str]] = {path: [] for path in candidates}
     stand_ins = [(path, _StandIn(module, read[path])) for path, module in candidates.items()]

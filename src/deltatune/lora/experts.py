@@ -126,11 +126,8 @@ def _sorted_by_expert(linear: Callable[..., mx.array], x: mx.array, indices: mx.
 def projection(module: nn.Module) -> Projection | None:
     """Collect the arrays of a switch linear, and of an adapter around it (ours or mlx-lm's), for expert_block.
 
-    An adapter with active dropout draws a random key.
-
-    Returns:
-        None for a module that expert_block cannot compute: one that is no switch linear, or one of mlx-vlm's nvfp4
-        layers, which scale their outputs.
+    An adapter with active dropout draws a random key. None for a module that expert_block cannot compute: one that is
+    no switch linear, or one of mlx-vlm's nvfp4 layers, which scale their outputs.
     """
     adapter = None
     if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:

@@ -28,20 +28,12 @@ from .weights import dense_weight, input_size, is_quantized, quantization
 def with_low_rank(
     base: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
-    """Compute base(x) + scale * (x a) b with as few operations as possible, forward and backward.
+    """Compute base(x) + scale * (x a) b with as few operations as possible, forward and backward; x, a and b of one
+    dtype.
 
-    The sums are part of products (`add_product`): x reaches the base through the function for x a, so that its backward
-    pass adds the update's gradient of x to the base's within a product.
-
-    Args:
-        base: Maps [..., in] to [..., out].
-        x: [..., in].
-        a: [in, r], of x's dtype.
-        b: [r, out], of x's dtype.
-        scale: The factor of the update; it only ever multiplies within a product or arrays that are r wide.
-
-    Returns:
-        [..., out], in the dtype of base(x).
+    The sums are part of products (`add_product`): x [..., in] reaches the base through the function for x a, so that
+    its backward pass adds the update's gradient of x to the base's within a product. The scale only ever multiplies
+    within a product or arrays that are r wide.
     """
     if x.shape[-2:-1] == (1,):
         # One token a row is a decoder's, for which wrapping two functions takes longer than computing them.

@@ -26,13 +26,10 @@ _STORED = {"new_rows": "weight.new_rows", "new_bias": "bias.new_rows"}
 
 
 class GrownTable(nn.Module):
-    """A frozen table of old rows and an array of new ones: the base class of GrownEmbedding and GrownLinear.
+    """A frozen table of old rows and an array of `count` new ones: the base class of GrownEmbedding and GrownLinear.
 
-    Args:
-        base: The module with the old rows, one of `base_kinds`.
-        count: The number of new rows. They start at the mean of the old ones.
-        first: The id of the first new row; None for the one behind the base's last. Rows of the base that nobody
-            trained may stand there and behind it; those with the ids of new rows are not used.
+    New rows start at the mean of the old ones. `first` is the id of the first; None for the one behind the base's last.
+    Rows of the base that nobody trained may stand there and behind it; those with the ids of new rows are not used.
     """
 
     base_kinds: ClassVar[tuple[type[nn.Module], ...]]
@@ -149,15 +146,10 @@ def grown_tables(model: nn.Module) -> dict[str, GrownTable]:
 
 
 def add_rows(model: nn.Module, counts: Mapping[str, int], first: int | None = None) -> None:
-    """Add rows to modules of `model`, in place.
+    """Add rows to modules of `model`, in place: the numbers of new rows by path, and the id of the first, as in
+    GrownTable.
 
-    Args:
-        model: A model without adapters on these modules.
-        counts: The numbers of new rows by path.
-        first: The id of the first new row, as in GrownTable.
-
-    Raises:
-        UserError: A module is no embedding or linear layer, or the model does not call it but reads its weight.
+    UserError for a module with an adapter, of another kind, or with a weight that the model reads directly.
     """
     if not counts:
         return

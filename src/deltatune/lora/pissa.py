@@ -66,15 +66,10 @@ class PiSSALinear(LoRALinear):
 
 
 def principal_factors(weight: mx.array, rank: int, scale: float) -> tuple[mx.array, mx.array]:
-    """Return A [in, r] and B [r, out] in fp32, so that scale * A B is the best approximation of the weight by rank r.
+    """Return A [in, r] and B [r, out] in fp32: scale * A B is the best approximation of a weight [out, in] by rank r.
 
     Subspace iteration finds them, Halko et al., arXiv 0909.4061, since a whole decomposition of every large matrix of a
-    model would take hours. It runs on the CPU, where MLX has the decompositions.
-
-    Args:
-        weight: [out, in].
-        rank: r, at most the smaller size of the weight.
-        scale: The adapter's factor.
+    model would take hours. It runs on the CPU, where MLX has the decompositions. The rank is at most the smaller size.
     """
     with mx.stream(mx.cpu):
         weight = weight.astype(mx.float32)
@@ -97,10 +92,6 @@ def with_pissa(made: dict[str, Any], dropout: float) -> tuple[dict[str, Any], li
     """Return the adapters of `made` with a PiSSALinear for each LoRALinear that is large enough, and notes on the rest.
 
     Starts are computed when they are needed, one after another, since each needs a copy of its weight in fp32.
-
-    Args:
-        made: Adapters by path.
-        dropout: Their dropout.
     """
     chosen, others = dict(made), []
     last: list[mx.array] = []

@@ -15,12 +15,8 @@ from .weights import dense_weight
 
 @dataclass
 class Rounding:
-    """How far matrices that were quantised again are from the exact merged ones.
-
-    All shares are of Euclidean norms, over all entries.
-
-    Attributes:
-        errors: The share of each merged matrix that quantising it changed, by the path of its module.
+    """How far matrices that were quantised again are from the exact merged ones, in shares of Euclidean norms over all
+    entries; `errors` has the share of each merged matrix by the path of its module.
     """
 
     errors: dict[str, float] = field(default_factory=dict)

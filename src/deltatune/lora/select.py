@@ -44,16 +44,11 @@ class Selection:
 
 
 def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list[str]:
-    """Return the paths of the layers to train.
+    """Return the paths of the layers to train: those at `config.layers`, or the last `num_layers`, of
+    `config.layer_kinds`.
 
-    Args:
-        model: A model with `layers`.
-        config: Its `layers` are the indices of the layers, from -count to count - 1, or None for the last `num_layers`.
-            Its `layer_kinds` then restrict the choice to those kinds.
-        num_layers: How many of the last layers are chosen; -1, 0 and a number above the model's mean all.
-
-    Raises:
-        UserError: An index or kind that the model does not have.
+    Indices go from -count to count - 1, and a `num_layers` of -1, 0 or above the model's means all. UserError for an
+    index or kind that the model does not have.
     """
     paths = layer_paths(model)
     count = len(paths)
@@ -96,23 +91,13 @@ def select(
     num_layers: int = -1,
     parts: Sequence[str] = ("language",),
 ) -> Selection:
-    """Choose the modules to adapt.
+    """Choose the modules to adapt, with their ranks.
 
     Without `config.keys`, these are every linear, expert and embedding module of the chosen layers (for the part
     "language") and every linear of the vision tower ("vision"), of its projector ("projector") or of the
     multi-token-prediction head ("mtp"). With keys, they are the modules with a full path, path inside a chosen layer,
     or name that matches a pattern. A full path without wildcards also selects a module outside the chosen layers. With
-    the part "mtp" alone, all are the head's.
-
-    Args:
-        model: A model with `layers`.
-        config: Its keys, exclude, layers and layer_kinds, and its rank and rank_pattern.
-        dora: Whether the adapters will be DoRA's.
-        num_layers: How many of the last layers to choose from; -1 means all.
-        parts: Which parts of the model train.
-
-    Raises:
-        UserError: A pattern selects nothing that can take an adapter, or a layer does not exist.
+    the part "mtp" alone, all are the head's. UserError for a pattern that selects nothing that can take an adapter.
     """
     layers = chosen_layers(model, config, num_layers)
     for path in grown_tables(model):

@@ -81,11 +81,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a safetensors file.
-
-    Raises:
-        UserError: The file is truncated, corrupt or unreadable.
-    """
+    """Read the header of a safetensors file; UserError for one that is truncated, corrupt or unreadable."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -146,15 +142,9 @@ def _described(tensor: mx.array | StoredTensor) -> tuple[str, tuple[int, ...], i
 
 
 def write_tensors(path: Path, tensors: Mapping[str, mx.array | StoredTensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file and wait until it is on the disk.
+    """Write arrays, or tensors of other files, as a safetensors file, and wait until it is on the disk.
 
-    Args:
-        path: The file to write.
-        tensors: Arrays, or tensors of other files, by name.
-        metadata: Free text to store in the header. If it holds checksum.BLANK, the file's checksum is put there.
-
-    Raises:
-        OSError: The disk refuses.
+    `metadata` is stored in the header; if it holds checksum.BLANK, the file's checksum is put there.
     """
     entries = dict(tensors)
     # Unless the caller keeps the tensors too, a lazy array is freed as soon as it is written.

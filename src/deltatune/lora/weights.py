@@ -87,14 +87,9 @@ def dense_rows(module: nn.Module, start: int = 0, stop: int | None = None) -> mx
 
 
 def with_weight(module: nn.Module, weight: mx.array, dense_class: type[nn.Module], dequantize: bool) -> nn.Module:
-    """Return a copy of `module` with another weight; the bias is shared with the original.
+    """Return a copy of a linear, switch-linear or embedding module with another dense weight; they share the bias.
 
-    Args:
-        module: A linear, switch-linear or embedding module.
-        weight: [..., out, in], dense.
-        dense_class: The class of the copy where a quantised module becomes dense.
-        dequantize: Whether the copy of a quantised module is dense. Otherwise the weight is quantised with the
-            module's settings.
+    A quantised module's copy is quantised with its settings, or with `dequantize` is dense, of `dense_class`.
     """
     if is_quantized(module) and not dequantize:
         return _with_quantized_weight(module, weight)

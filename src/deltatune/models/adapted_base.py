@@ -34,13 +34,10 @@ def loader_of(model: nn.Module) -> str:
 
 
 def load_base(path: Path, adapter_path: Path) -> nn.Module:
-    """Load a checkpoint, lazily, for the adapter in `adapter_path`.
+    """Load a checkpoint, lazily, for the adapter in `adapter_path`, through the library that its config names.
 
     An adapter that another program wrote does not name the library. Then mlx-vlm loads the base if the adapter changes
     modules of a vision tower or projector; their names are the same in both libraries.
-
-    Raises:
-        UserError: Either is damaged, or that library cannot load the base.
     """
     loader = read_config(adapter_path).get(LOADER)
     parts = {part_of(name) for name in read_header(adapter_path / WEIGHTS).tensors}
@@ -97,13 +94,10 @@ def load(
 
 
 def put_adapter(loaded: Loaded, adapter_path: str | Path) -> None:
-    """Add the adapter to a model that was loaded for images or for text.
+    """Add the adapter in a folder to a model that was loaded for images or for text.
 
     Without images a model has no vision tower, and without drafts no multi-token-prediction head. An adapter's updates
     of them have no effect then: they are left out.
-
-    Raises:
-        UserError: As load_adapters() does.
     """
     left_out = set() if MTP in loaded.model else {MTP}
     if loaded.config.get("vision_config") and not has_vision(loaded.model):

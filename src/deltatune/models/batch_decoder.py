@@ -68,13 +68,8 @@ def has_row_caches(model: nn.Module) -> bool:
 
 @dataclass
 class Answer:
-    """The answer to a prompt.
-
-    Attributes:
-        prompt: The tokens of the prompt.
-        tokens: The tokens behind it, without the one that ended it.
-        end: The token that ended it; None for an answer that the largest number of tokens has cut.
-        figures: The chooser's figures of each token, [F] each, that of the end included.
+    """The answer to a prompt: tokens without the one that ended it, `end`, which is None for an answer that was cut.
+    `figures` are the chooser's, [F] for each token, that of the end included.
     """
 
     prompt: Sequence[int]
@@ -101,19 +96,12 @@ def chooser_of(sampler: Sampler | None) -> Chooser:
 
 
 class BatchDecoder:
-    """Continues prompts, so many at a time, until each has ended.
+    """Continues prompts, `rows` at a time, until each has ended or has `max_tokens`; within `patched()`, in inference
+    mode.
 
-    Use it within `patched()`, with a model in inference mode.
-
-    Args:
-        model: A model that `has_row_caches`.
-        rows: How many prompts are continued at a time.
-        ends: The tokens that end an answer.
-        max_tokens: The largest number of tokens in an answer.
-        compiled: Whether a step is compiled, which layers that read their weights cannot be.
-        room: For how many tokens a row has room at first.
-        trains: Whether trainable weights change between two calls of run() or answers(). They are then arguments of the
-            compiled step, which is not traced anew; other weights are constants in it.
+    The model `has_row_caches`. A step is not `compiled` where layers read their weights. Rows have room for `room`
+    tokens at first. If it `trains`, trainable weights change between two calls of run() or answers(): they are then
+    arguments of the compiled step, which is not traced anew, and other weights are constants in it.
     """
 
     def __init__(
@@ -156,14 +144,9 @@ class BatchDecoder:
         self._most = 0
 
     def run(self, prompts: Sequence[Sequence[int]], sampler: Sampler | None = None) -> list[list[int]]:
-        """Return the tokens behind each prompt, without the one that ended it.
-
-        Args:
-            prompts: The tokens of each prompt.
-            sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
-
-        Raises:
-            NotFiniteError: The logit of a token that was chosen is not finite.
+        """Return the tokens behind each prompt, without the one that ended it, as `sampler` chooses them of
+        log-probabilities [B, V], by default the likeliest. NotFiniteError for a chosen token's logit that is not
+        finite.
         """
         return [answer.tokens for answer in self.answers(prompts, chooser_of(sampler))]
 
@@ -172,13 +155,8 @@ class BatchDecoder:
     ) -> list[Answer]:
         """Return the answer to each prompt; a prompt that comes several times in a row is read once.
 
-        Args:
-            prompts: The tokens of each prompt.
-            choose: Chooses the next token of each row.
-            between: Is called before each step, and may leave it by an error.
-
-        Raises:
-            NotFiniteError: The logit of a token that was chosen is not finite.
+        `between` is called before each step, and may leave it by an error. NotFiniteError for a chosen token's logit
+        that is not finite.
         """
         self._choose = choose
         self._trained = self._model.trainable_parameters() if self._trains else {}
@@ -449,22 +427,10 @@ def answer_all(
     rows: int = ROWS,
     compiled: bool = True,
 ) -> list[list[int]]:
-    """Continue each prompt until the model ends its answer.
+    """Return the tokens that continue each prompt, of any lengths, without the one that ended the answer.
 
-    Args:
-        model: The model. It is left in inference mode.
-        tokenizer: mlx-lm's wrapper of its tokenizer.
-        prompts: The tokens of each prompt. Lengths may differ.
-        max_tokens: The largest number of tokens in an answer.
-        sampler: Chooses a token for each row from its log-probabilities [B, V]; by default the likeliest.
-        rows: How many prompts are continued at a time, at most.
-        compiled: Whether a step may be compiled, which layers that read their weights cannot be.
-
-    Returns:
-        The tokens of each answer, without the one that ended it.
-
-    Raises:
-        NotFiniteError: The probability of a token is not finite.
+    `sampler` chooses a token for each row from log-probabilities [B, V]; by default the likeliest. The model is left in
+    inference mode. Steps that read their weights cannot be `compiled`. NotFiniteError for a token's probability.
     """
     model.eval()
     # Building kernels would take longer than all the answers of an evaluation take without them.

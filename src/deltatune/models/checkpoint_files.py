@@ -45,11 +45,8 @@ _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def plain_name(name: Any, where: str) -> str:
-    """Return `name` if it is the name of a file inside the checkpoint folder, and raise UserError otherwise.
-
-    Args:
-        name: A value from one of the checkpoint's files.
-        where: The file and key it comes from, for the message.
+    """Return `name` if it names a file inside the checkpoint folder; else UserError, which quotes the file and key
+    `where`.
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise UserError(
@@ -60,10 +57,8 @@ def plain_name(name: Any, where: str) -> str:
 
 
 def check_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """Check the content of config.json.
-
-    Raises:
-        UserError: It has no model type, asks to run code without `trust_remote_code`, or names files outside `path`.
+    """Refuse a config.json without a model type, with files outside `path`, or with code that `trust_remote_code`
+    forbids.
     """
     where = str(path / "config.json")
     model_type = config.get("model_type")
@@ -80,11 +75,7 @@ def check_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
 
 
 def check_dense(path: Path) -> None:
-    """Check that config.json describes unquantised weights, as training from scratch needs them.
-
-    Raises:
-        UserError: It describes quantised weights, which have no gradient.
-    """
+    """Refuse a config.json that describes quantised weights, which have no gradient, for training from scratch."""
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     for part in (config, config.get("text_config") or {}):
         for key in QUANTISATION_KEYS:
@@ -96,11 +87,7 @@ def check_dense(path: Path) -> None:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Check the tokenizer's files.
-
-    Raises:
-        UserError: The folder has no tokenizer, or one of its files is damaged or names files outside the folder.
-    """
+    """Refuse a folder without a tokenizer, or with one that is damaged or names files outside the folder."""
     if not any(next(path.glob(pattern), None) for pattern in _TOKENIZERS):
         raise UserError(
             f"{path}: no tokenizer in it (tokenizer.json or tokenizer.model expected); copy the original model's."
@@ -129,9 +116,6 @@ def processor_template(path: Path) -> Any:
     """Return the chat template of chat_template.json where it stands there alone, as older processors save it.
 
     transformers' tokenizers read chat_template.jinja and tokenizer_config.json.
-
-    Raises:
-        UserError: The file is damaged.
     """
     file, config = path / "chat_template.json", path / "tokenizer_config.json"
     elsewhere = (path / "chat_template.jinja").is_file() or (config.is_file() and read_json(config).get(_TEMPLATE))
@@ -171,16 +155,11 @@ def _check_code(config: dict[str, Any], where: str) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that hold the weights of a checkpoint, as transformers chooses them; every reader takes these.
+    """Return the files that hold the weights of a checkpoint, by name, as transformers chooses them; none without
+    weights.
 
     model.safetensors counts before an index, unless the index names it among others that are all there. An index counts
     before other files. Without either, all files that mlx-lm would read are taken.
-
-    Returns:
-        The files, in the order of their names; none if the folder has no weights.
-
-    Raises:
-        UserError: The index is damaged.
     """
     candidates = sorted(path.glob(WEIGHTS))
     whole = path / WHOLE
@@ -202,14 +181,9 @@ def index_counts(path: Path) -> bool:
 
 
 def weight_headers(path: Path) -> dict[str, Header]:
-    """Read the headers of all weight files and compare them with the index, if there is one.
+    """Return the headers of all weight files by file name, compared with the index, if there is one.
 
-    Returns:
-        {file name: header}, in the order of names.
-
-    Raises:
-        UserError: There are no safetensors files, a header is damaged, files or tensors of the index are missing, or
-            two files hold different values of a tensor.
+    UserError: no safetensors files, a damaged header, missing files or tensors, or two values of one tensor.
     """
     files = weight_files(path)
     if not files:

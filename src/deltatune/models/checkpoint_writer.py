@@ -33,20 +33,11 @@ _SAMPLING = {"fps": "fps", "video_max_frames": "max_frames"}
 
 
 def write_picture_options(folder: Path, options: Mapping[str, Any]) -> str | None:
-    """Write the limits of images and the sampling of videos with which a model was trained into its folder.
+    """Write the limits of images and the sampling of videos from a run's options into its folder; return a sentence or
+    None.
 
-    The limits of a video stay the base's: they hold for all of its frames together in these files, and for each frame
-    in a run.
-
-    Args:
-        folder: The checkpoint's folder, with the processor's files of its base.
-        options: The options of the run; None stands for the base's own value.
-
-    Returns:
-        A sentence for the user, or None where nothing was written.
-
-    Raises:
-        OSError: The file system refuses.
+    An option of None stands for the base's own value. The limits of a video stay the base's: they hold for all of its
+    frames together in these files, and for each frame in a run.
     """
     trained_with = {name: options[name] for name in (*_SIZES, *_SAMPLING) if options.get(name) is not None}
     files = {name: read_json(folder / name) for name in (IMAGES, VIDEOS, BOTH) if (folder / name).is_file()}
@@ -82,14 +73,8 @@ NAME = "generation_config.json"
 
 
 def end_tokens(model_path: str | Path, texts: Sequence[str]) -> list[int]:
-    """Return the tokens at which generation is to stop: those of a checkpoint, then these.
-
-    Args:
-        model_path: The checkpoint: a folder, or a name on the Hugging Face hub.
-        texts: Further tokens as they are written, or their numbers.
-
-    Raises:
-        UserError: The model has no such token.
+    """Return the tokens that end an answer: those of a checkpoint, then `texts`, tokens as they are written or their
+    numbers.
     """
     path = locate(model_path)
     tokenizer = tokenizer_of(path)
@@ -167,11 +152,8 @@ def take_tensors(header: Header, changes: Changes, written: Container[str] = ())
 def write_weights(source: Path, target: Path, headers: Mapping[str, Header], changes: Changes) -> None:
     """Write weights into the same files as the base's, with an index if the base has one.
 
-    Args:
-        source: The folder of the base. Files without a change are copied as they are.
-        target: The folder to write to.
-        headers: The headers of the base's files by file name.
-        changes: The changes, which may be lazy. They are taken out of this dictionary as they are written.
+    Files without a change are copied. The changes, which may be lazy, are taken out of their dictionary as they are
+    written.
     """
     weight_map: dict[str, str] = {}
     total = 0

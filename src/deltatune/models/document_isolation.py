@@ -50,14 +50,7 @@ _NO_NAN = 0xBFBFBFBF
 
 
 class _Length(NamedTuple):
-    """A number that layers read.
-
-    Attributes:
-        owner: The table that holds it.
-        name: Its name there.
-        tokens: The number of tokens beyond which it makes a difference.
-        lowered: A value that short rows exceed.
-    """
+    """A number `owner[name]` beyond which so many tokens make a difference; short rows exceed the value `lowered`."""
 
     owner: dict[str, Any]
     name: str
@@ -66,20 +59,13 @@ class _Length(NamedTuple):
 
 
 def check_packing(model: nn.Module, longest: int) -> None:
-    """Verify that packed documents get the logits that each of them gets alone.
+    """Refuse a model whose packed documents do not get the logits that each of them gets alone.
 
     The model runs with drawn weights in fp32, so that neither its own weights nor its dtype can hide an influence, on
-    short rows. Lengths in its config, such as windows, that training exceeds are lowered, so that these rows exceed
-    them too. The second document of a row must have the same logits whatever the first one contains, and those that it
-    has in a row of its own. Call it while the patches are applied.
-
-    Args:
-        model: The model. It holds the same arrays and lengths afterwards.
-        longest: The length of the longest row that will be trained, in tokens.
-
-    Raises:
-        UserError: A document influences another, positions are counted from the start of the row, or the model has
-            layers that cannot be packed.
+    short rows. Lengths in its config, such as windows, that training on rows of `longest` tokens exceeds are lowered,
+    so that these rows exceed them too. The second document of a row must have the same logits whatever the first one
+    contains, and those that it has in a row of its own. Call it while the patches are applied. The model holds the same
+    arrays and lengths afterwards.
     """
     layers = describe(model)
     mamba = [
@@ -155,15 +141,8 @@ def _among(entries: dict[str, Any]) -> Iterator[_Length]:
 
 
 def _influence(model: nn.Module, lengths: Sequence[_Length], longest: int) -> float | None:
-    """Return how far the logits of packed documents are off, on rows within lengths and beyond; None if they are right.
-
-    Args:
-        model: The model, with drawn weights.
-        lengths: The lengths that layers read.
-        longest: The longest row of training, in tokens, which exceeds some of them.
-
-    Raises:
-        UserError: The model cannot compute a packed row.
+    """Return how far logits of packed documents are off, within lengths and beyond those that `longest` tokens exceed;
+    None if they are right. The model has drawn weights; UserError if it cannot compute a packed row.
     """
     exceeded = [length for length in lengths if length.tokens < longest]
     influences = []

@@ -17,11 +17,8 @@ def noisy_embedding(model: nn.Module, alpha: float) -> Iterator[None]:
     """Within the context, add noise to each embedding that is looked up in training mode.
 
     It is drawn uniformly from -b to b with b = alpha / sqrt(T D), where rows have T tokens, padding included, and
-    embeddings D numbers. The class of the embedding is a subclass of the same name meanwhile.
-
-    Args:
-        model: The model; its modules must not be replaced within the context.
-        alpha: The size of the noise; the authors use 5 to 15.
+    embeddings D numbers; the authors use an alpha of 5 to 15. The class of the embedding is a subclass of the same name
+    meanwhile, and the model's modules must not be replaced.
 
     Source: arXiv 2310.05914; transformers' neftune_post_forward_hook.
     """

@@ -51,21 +51,7 @@ class Sampling:
 
 
 def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> Generator[Any, None, None]:
-    """Generate an answer piece by piece.
-
-    Args:
-        loaded: The model and its tokenizer.
-        prompt: The prompt's tokens.
-        max_tokens: The largest number of tokens in the answer.
-        sampling: How each token is chosen.
-
-    Yields:
-        mlx-lm's responses: each has the `text` of a piece; the last one also has speeds, token counts and
-        `finish_reason`.
-
-    Raises:
-        NotFiniteError: The probability of a token is not finite.
-    """
+    """Yield mlx-lm's responses with the `text` of each piece; the last has speeds, counts and `finish_reason`, too."""
     # Building kernels would take longer than an answer takes without them; on CUDA every process builds them anew.
     with without_kernels(), patched():
         responses = stream_generate(
@@ -75,12 +61,9 @@ def stream(loaded: Loaded, prompt: Sequence[int], max_tokens: int, sampling: Sam
 
 
 def finite(responses: Iterator[Any], prompt: Sequence[int]) -> Iterator[Any]:
-    """Yield the responses of mlx-lm or mlx-vlm to a prompt of these tokens; check that log-probabilities are finite.
+    """Yield the responses of mlx-lm or mlx-vlm to a prompt; NotFiniteError for a log-probability that is not finite.
 
     The first token is looked at before it is handed on, and each later one when the next has come: nothing waits then.
-
-    Raises:
-        NotFiniteError: The log-probability of a token is not finite.
     """
     read = list(prompt)
     healthy: list[mx.array] = []
@@ -125,17 +108,9 @@ def begun(model: nn.Module, tokens: int, rows: int = 1, piece: int = PIECE, most
     """Let a model read prompts and write the first and the last token of answers, without computing anything.
 
     Of a prompt of many pieces it reads the first one and the last two, which hold most, with blank keys and values of
-    those between; a model with caches of other kinds than a hybrid one's reads them all.
-
-    Args:
-        model: The model, or the language model of one that sees.
-        tokens: How many tokens each prompt has.
-        rows: How many prompts are read at once.
-        piece: How many of their tokens are read at once, at most.
-        most: The largest number of tokens in an answer.
-
-    Yields:
-        The arrays of one evaluation: those of the caches, and behind a prompt's last token the logits, too.
+    those between; a model with caches of other kinds than a hybrid one's reads them all. It yields the arrays of each
+    evaluation: those of the caches, and behind a prompt's last token the logits, too. Each of `rows` prompts has
+    `tokens` tokens, `piece` of which are read at once; an answer has `most` at most.
     """
     cache: Any = make_prompt_cache(model)
     steps = [range(start, min(start + piece, tokens - 1)) for start in range(0, tokens - 1, piece)]
@@ -167,12 +142,7 @@ def _move(cache: Sequence[Any], tokens: int) -> None:
 
 
 class CacheBytes(NamedTuple):
-    """The memory of a model's caches.
-
-    Attributes:
-        fixed: The bytes of a row of any length.
-        token: The bytes that each token adds.
-    """
+    """The memory of a model's caches: the bytes of a row of any length, and those that each token adds."""
 
     fixed: int
     token: int
@@ -207,25 +177,11 @@ def stream_with_pictures(
     max_tokens: int,
     sampling: Sampling,
 ) -> Generator[Any, None, None]:
-    """Generate an answer to a prompt with images or videos, piece by piece.
+    """Yield mlx-vlm's responses, each with the `text` of a piece, to a prompt with images or videos cut into patches.
 
-    The patches of deltatune are applied meanwhile; without them qwen3_vl_moe would compute other features than in
-    training. Generation stops at the end tokens of `loaded.tokenizer`, too, and leaves nothing on the model, where
-    mlx-vlm keeps the positions of the last prompt.
-
-    Args:
-        loaded: A model that was loaded for images.
-        prompt: The prompt's tokens, with one image or video token for each feature.
-        images: The images, already cut into patches.
-        videos: The videos, already cut into patches.
-        max_tokens: The largest number of tokens in the answer.
-        sampling: How each token is chosen.
-
-    Yields:
-        mlx-vlm's responses, each with the `text` of a piece.
-
-    Raises:
-        NotFiniteError: The probability of a token is not finite.
+    The prompt has one image or video token for each feature. The patches of deltatune are applied meanwhile; without
+    them qwen3_vl_moe would compute other features than in training. Generation stops at the end tokens of
+    `loaded.tokenizer`, too, and leaves nothing on the model, where mlx-vlm keeps the positions of the last prompt.
     """
     from mlx_vlm import stream_generate
 

@@ -26,12 +26,8 @@ Backbone = Callable[..., mx.array]
 
 
 class Split(NamedTuple):
-    """The two parts of a model, or the reason why it cannot be split.
-
-    Attributes:
-        backbone: Tokens [B, T] -> hidden states [B, T, D]. None where the model cannot be split.
-        head: Hidden states [..., D] -> logits [..., vocabulary], so that head(backbone(tokens)) equals model(tokens).
-        reason: A sentence that says why the model cannot be split, where the other two are None.
+    """The two parts of a model, or the reason, a sentence, why it cannot be split. The backbone maps tokens [B, T] to
+    hidden states [B, T, D], and the head those to logits, so that head(backbone(tokens)) equals model(tokens).
     """
 
     backbone: Backbone | None
@@ -77,13 +73,8 @@ def _in_place_of(parent: nn.Module, name: str, stand_in: _StandIn) -> Iterator[N
 class Head(nn.Module):
     """The part of a model behind its layers: hidden states [..., D] -> logits [..., vocabulary].
 
-    Its children are modules of the model itself, not copies, so their parameters are the model's.
-
-    Args:
-        model: The whole model.
-        parent: The module that holds the trunk.
-        name: The trunk's name in `parent`.
-        parts: The modules of the model that the head uses, by names of their own.
+    `parts` are modules of the model itself, not copies, so their parameters are the model's. The trunk is
+    `parent[name]`.
     """
 
     def __init__(self, model: nn.Module, parent: nn.Module, name: str, parts: dict[str, nn.Module]) -> None:
@@ -102,21 +93,12 @@ class Head(nn.Module):
 
 
 def split_head(model: nn.Module, *, compare: bool = True) -> Split:
-    """Split `model` and verify on two tokens that its parts give the model's logits, bit for bit.
+    """Split a language model and verify on two tokens that its parts give the model's logits, bit for bit.
 
-    Call it after adapters are added: modules that are replaced later are not noticed. The backbone passes further
-    keyword arguments on to the model.
-
-    Args:
-        model: A language model that takes tokens [B, T] and returns logits, as an array or as `output.logits`.
-        compare: False skips the verification: nothing is computed, and weights that were loaded lazily are not read.
-
-    Returns:
-        The parts, or Split(None, None, reason) for a model that cannot be split.
-
-    Example:
-        >>> backbone, head, reason = split_head(model)
-        >>> logits = head(backbone(tokens))
+    The model takes tokens [B, T] and returns logits, as an array or as `output.logits`. Call it after adapters are
+    added: modules that are replaced later are not noticed. The backbone passes further keyword arguments on to the
+    model. Without `compare` nothing is computed, and weights that were loaded lazily are not read. The result is
+    Split(None, None, reason) for a model that cannot be split.
     """
     chain = _ancestors(model)
     tokens = mx.array([[1, 2]])
@@ -217,28 +199,15 @@ PIECE = 256
 
 
 class Likelihood(NamedTuple):
-    """How likely a continuation is.
-
-    Attributes:
-        total: Its log-likelihood.
-        greedy: Whether each of its tokens is the likeliest.
-    """
+    """The log-likelihood of a continuation, and whether each of its tokens is the likeliest."""
 
     total: float
     greedy: bool
 
 
 def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Likelihood]:
-    """Score the last `counts` tokens of each row of tokens.
-
-    Args:
-        model: The model.
-        split: Its parts, by which logits are computed for the tokens alone that are scored.
-        rows: The tokens of each text and its continuation.
-        counts: How many of them are the continuation's.
-
-    Raises:
-        NotFiniteError: A log-likelihood is not finite.
+    """Score the last `counts` tokens of each row of tokens; logits are computed for those alone where the model is
+    split.
     """
     width = max(map(len, rows)) - 1
     tokens = mx.array([[*row[:-1], *[0] * (width + 1 - len(row))] for row in rows], mx.int32)

@@ -22,12 +22,8 @@ _ALL = range(1, sys.maxsize)
 
 @dataclass(frozen=True)
 class KnownFault:
-    """A known fault of a model.
-
-    Attributes:
-        sentence: The difference between the model and transformers, in words.
-        lengths: The lengths of the rows that are wrong, in tokens.
-        refused: Whether training and evaluation are refused, since their losses would be those of no model.
+    """A fault: the model's difference from transformers in words, and the lengths of the rows that are wrong, in
+    tokens. Training and evaluation are `refused` where their losses would be those of no model.
     """
 
     sentence: str
@@ -156,15 +152,10 @@ def known_faults(config: Values) -> list[KnownFault]:
 
 
 def fault_notes(model: nn.Module, config: Values, lengths: Iterable[int]) -> list[str]:
-    """Return a note for each known fault that rows reach.
+    """Return a note for each known fault of mlx-lm's model that rows of these lengths, in tokens, reach.
 
-    Args:
-        model: The model; one that is not mlx-lm's has none of these faults.
-        config: The content of its config.json.
-        lengths: The lengths of the rows, in tokens. They are read only where the model has a fault.
-
-    Raises:
-        UserError: The losses of the model are wrong in every row; mlx-vlm's model has that fault too.
+    The lengths are read only where the model has a fault. UserError where its losses are wrong in every row; mlx-vlm's
+    model has that fault too.
     """
     faults = known_faults(config)
     if refused := next((fault for fault in faults if fault.refused), None):

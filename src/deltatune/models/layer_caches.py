@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
-from ..layers import LayerInfo, is_state_space, logits_of
+from ..layers import LIGHTNING, LayerInfo, is_state_space, logits_of
 from ..ops.functional import undisturbed
 from ..ops.pieces import Carry, States
 from ..ops.random_state import drawing_from
@@ -23,16 +24,12 @@ _UNKNOWN = object()
 
 
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
-    """Return the carry of each layer; None for a layer that runs on whole rows only.
+    """Return the carry of each layer of describe(); None for a layer that runs on whole rows only.
 
     mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
     returns its rows alone, is seen in a forward pass without an evaluation. A layer that decodes without one carries
     nothing: its tokens do not see one another. Layers of mlx-vlm take positions besides, windows and Mamba's first kind
     have caches of other kinds, and layers that share keys and values have one between them, so they run on whole rows.
-
-    Args:
-        model: The model.
-        layers: Its layers, as describe() returns them.
     """
     if not type(model).__module__.startswith("mlx_lm."):
         return [None] * len(layers)
@@ -60,10 +57,7 @@ def kept_by_recurrence(values: Iterable[Any]) -> list[mx.array]:
 
 
 def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
-    """Return the cache that each layer is given while the model reads a prompt of two tokens.
-
-    It is _UNKNOWN for a layer that is called several times, or returns more than its rows.
-    """
+    """Return each layer's cache for a prompt of two tokens; _UNKNOWN if it is called often or returns more."""
     seen: dict[int, list[Any]] = {id(layer.module): [] for layer in layers}
 
     def noting(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -86,12 +80,20 @@ def _caches_seen(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Any]:
 def _carry(layer: LayerInfo, cache: object) -> Carry | None:
     if cache is None:
         takes_cache = "cache" in inspect.signature(type(layer.module).__call__).parameters
-        return Carry(states=0) if layer.kind == "other" and takes_cache else None
-    recurrent = layer.kind == "delta" or any(map(is_state_space, layer.module.modules()))
-    if recurrent and type(cache) is ArraysCache:
-        return Carry(len(cache.cache))
+        return Carry() if layer.kind == "other" and takes_cache else None
+    if type(cache) is CacheList and list(map(type, cache.caches)) == [ArraysCache, KVCache]:
+        carry = _carry(layer, cache.caches[0])
+        return carry and Carry(carry.states, attends=True)
+    if type(cache) is ArraysCache:
+        known = layer.kind == "delta" or any(map(_is_linear, layer.module.modules()))
+        return Carry(len(cache.cache)) if known else None
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None
     # The patch of latent attention serves whole rows alone.
     latent = any(name.startswith("kv_a_proj") for module in layer.module.modules() for name in module.children())
-    return Carry(packed=not latent)
+    return Carry(attends=True, packed=not latent)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a recurrence is that of Mamba-2, or of Lightning attention by the code beside its class."""
+    return is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING)

@@ -84,26 +84,12 @@ def load(
     seed: int = 0,
     image: str | None = None,
 ) -> Loaded:
-    """Load a model and its tokenizer from a folder or from the Hugging Face hub.
+    """Load a model and its tokenizer from a folder or from the Hugging Face hub (owner/model).
 
-    Args:
-        path_or_name: A checkpoint folder, or a name on the hub of the form owner/model.
-        trust_remote_code: Whether Python code in the checkpoint may run.
-        lazy: Leave weights on the disk, or undrawn, until they are used.
-        from_scratch: Draw random weights instead of reading any. The folder then needs only config and tokenizer.
-        seed: The seed of those random weights.
-        image: The file and line of the first image in the data. If given, the model is loaded through mlx-vlm, with its
-            vision tower and image processor; messages quote it.
-
-    Returns:
-        The model in inference mode, its tokenizer, its config and its folder.
-
-    Raises:
-        UserError: The checkpoint is missing, damaged, of an unknown kind, or would run code.
-
-    Example:
-        >>> loaded = load("path/to/model")
-        >>> loaded.model(mx.array([loaded.tokenizer.encode("Hello")])).shape
+    With `lazy`, weights stay on the disk, or undrawn, until they are used. From scratch, weights are drawn with `seed`,
+    and the folder needs only config and tokenizer. With `image`, the file and line of the first image in the data,
+    which messages quote, mlx-vlm loads the model with its vision tower and image processor. UserError for a checkpoint
+    that is missing, damaged, of an unknown kind, or would run code.
     """
     path = locate(path_or_name)
     if from_scratch:
@@ -134,19 +120,7 @@ def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | No
 
 
 def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
-    """Load a checkpoint's model through mlx-vlm, lazily.
-
-    Args:
-        path: The checkpoint folder.
-        why: The reason for loading the vision tower, as a clause with which messages begin.
-
-    Returns:
-        The model. Its weights stay on the disk until they are used.
-
-    Raises:
-        UserError: The model has no vision tower, mlx-vlm is not installed or does not know the model, or tensors do not
-            fit.
-    """
+    """Load a checkpoint's model through mlx-vlm, lazily; messages begin with `why`, a clause with the reason."""
     return _vision_model(path, _vision_config(path, why), lazy=True)
 
 
@@ -162,14 +136,9 @@ def _vision_model(path: Path, config: dict[str, Any], lazy: bool) -> nn.Module:
 
 
 def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
-    """Load a checkpoint once for each kind of data that it can be trained on, without reading its weights.
+    """Load a checkpoint lazily for each kind of data: `text` through mlx-lm and `images` through mlx-vlm.
 
-    Returns:
-        The models by kind of data, `text` loaded through mlx-lm and `images` through mlx-vlm, and a message for each
-        kind that cannot be loaded.
-
-    Raises:
-        UserError: Neither can be loaded.
+    It returns the models by kind, and a message for each kind that cannot be loaded; UserError if neither can.
     """
     models: dict[str, nn.Module] = {}
     errors: list[UserError] = []
@@ -188,11 +157,7 @@ def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
 
 
 def locate(path_or_name: str | Path | None) -> Path:
-    """Find the folder of a checkpoint, downloading it from the hub if `path_or_name` is a hub name.
-
-    Raises:
-        UserError: There is no name, or no such folder, and the name cannot be downloaded.
-    """
+    """Find the folder of a checkpoint, downloading it from the hub if `path_or_name` is a hub name."""
     if path_or_name is None:
         raise UserError("model: expected the folder of a model, or its name on the Hugging Face hub; got none.")
     path = expanded(path_or_name)
@@ -223,11 +188,8 @@ def _may_be_hub_name(name: str) -> bool:
 
 
 def read_config(path: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Read config.json as mlx-lm does.
-
-    Raises:
-        UserError: The file is missing or damaged, names a model type that mlx-lm does not know, names a file outside
-            the folder, or names code to run without `trust_remote_code`.
+    """Read config.json as mlx-lm does, and refuse it as check_config() does, or for a model type that mlx-lm does not
+    know.
     """
     config = plain_config(path, trust_remote_code)
     if not config.get("model_file"):
@@ -248,19 +210,10 @@ def plain_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model of a checkpoint folder through mlx-lm, without its tokenizer.
+    """Load the model of a checkpoint folder through mlx-lm, in inference mode, and its config as mlx-lm completes it.
 
-    Args:
-        path: The checkpoint folder.
-        trust_remote_code: Whether Python code in the checkpoint may run.
-        lazy: Leave weights on the disk until they are used.
-
-    Returns:
-        The model in inference mode, and the config as mlx-lm completes it.
-
-    Raises:
-        UserError: If config.json or the weights are damaged, or tensors are missing, unknown or misshapen (the message
-            names them).
+    UserError names the tensors that are missing, unknown or misshapen. With `lazy`, weights stay on the disk until they
+    are used.
     """
     config = read_config(path, trust_remote_code)
     weight_headers(path)
@@ -288,20 +241,10 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
 
 
 def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a checkpoint folder through mlx-lm. Transformers renders its chat template in a sandbox.
+    """Load a folder's tokenizer through mlx-lm, in its wrapper; `config` has the end-of-sequence tokens of the model.
 
-    Older processors keep the chat template in chat_template.json alone, where transformers' tokenizers do not look.
-
-    Args:
-        path: The checkpoint folder.
-        config: The model's config, for its end-of-sequence tokens.
-        trust_remote_code: Whether Python code in the checkpoint may run.
-
-    Returns:
-        mlx-lm's wrapper of the tokenizer.
-
-    Raises:
-        UserError: The tokenizer is missing or cannot be loaded.
+    Transformers renders its chat template in a sandbox. Older processors keep the chat template in chat_template.json
+    alone, where transformers' tokenizers do not look.
     """
     check_tokenizer(path)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -322,18 +265,9 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
 
 
 def new_model(config: dict[str, Any] | str | Path, seed: int = 0, *, lazy: bool = False) -> nn.Module:
-    """Build a model with random weights, for training from scratch.
+    """Build a model with random weights, in inference mode, of a config's content or of the checkpoint that holds it.
 
-    Args:
-        config: The content of config.json, or the checkpoint (folder or hub name) that holds it.
-        seed: Seeds MLX's global random state, from which the weights are drawn.
-        lazy: Draw the weights when they are used.
-
-    Returns:
-        The model in inference mode.
-
-    Raises:
-        UserError: If mlx-lm cannot build a model from this config.
+    `seed` seeds MLX's global random state, from which the weights are drawn, when they are used if `lazy`.
     """
     if not isinstance(config, dict):
         config = read_config(locate(config))
@@ -380,16 +314,8 @@ def refuse_unserved(
 ) -> None:
     """Refuse a checkpoint before its weights are read, as patched(model, uses=uses) would refuse the loaded model.
 
-    A config from which no model can be built is left to the loader, which says why.
-
-    Args:
-        path: The checkpoint folder.
-        uses: The uses of the model: TRAINING, PACKING, INFERENCE.
-        image: Where the first image of the data is, as for load(); None for text.
-        trust_remote_code: Whether code in the checkpoint may run.
-
-    Raises:
-        UserError: Results of this model depend on a function that stays as it is; the message names it.
+    The uses are of TRAINING, PACKING and INFERENCE; `image` is that of load(), and None for text. A config from which
+    no model can be built is left to the loader, which says why.
     """
     config = plain_config(path, trust_remote_code)
     if config.get("model_file"):

@@ -34,14 +34,9 @@ from .trained_checkpoint import changes_from, grown_config, is_trained_checkpoin
 
 @dataclass
 class Merge:
-    """The result of a merge.
-
-    Attributes:
-        path: The folder of the merged checkpoint.
-        changed: The names of tensors with new values.
-        removed: The names of tensors that are left out: scales and biases of weights that are no longer quantised.
-        rounding: The error of quantising merged matrices again. None where none was quantised again.
-        pictures: A sentence on how pictures were prepared in training, where the checkpoint's files now say it.
+    """The result of a merge: its folder, the names of tensors with new values, and of those left out (scales and biases
+    of weights that are no longer quantised); the error of quantising merged matrices again, None where none was; and a
+    sentence on how pictures were prepared in training, where the checkpoint's files now say it.
     """
 
     path: Path
@@ -150,9 +145,7 @@ def _merged_changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[C
 
 def _measure_rounding(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
     """Compute every merged matrix once, and return the error of quantising them again; None where none is quantised.
-
-    Raises:
-        UserError: A merged matrix is not finite.
+    UserError for a matrix that is not finite.
     """
     # A computed array stays in memory as long as its module, so each module is emptied here, in a model of its own.
     model = load_base(path, adapter_path)

@@ -16,15 +16,15 @@ import mlx.nn as nn
 from ..errors import UserError, reason
 from ..lora.select import MTP
 from ..machine import packages
-from ..machine.json_files import read_json
 from ..upstream import draft_forward
 from .checkpoint_files import only_chosen, weight_headers
+from .load import plain_config
 from .transformers_configs import completed, text_part, with_known_type
 from .vision.split import has_vision
 from .vocabulary import token_tables
 
-# The families of models whose heads were trained in tests.
-_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+# The model types with heads that tests train.
+_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
 # The first mlx-vlm that loads a head beside its model.
 _SINCE = "0.7.10"
 
@@ -32,13 +32,8 @@ _SINCE = "0.7.10"
 def add_head(model: nn.Module, path: Path) -> None:
     """Add the head of a checkpoint to its model in place, as the child `mtp`, in inference mode.
 
-    Args:
-        model: The model of the checkpoint, loaded through mlx-lm.
-        path: The checkpoint folder.
-
-    Raises:
-        UserError: The checkpoint has no head that can be trained, its tensors do not fit, mlx-vlm is not installed, or
-            the model was loaded for images.
+    UserError: the model was loaded for images, no head in it can be trained, its tensors do not fit, or mlx-vlm lacks
+    it.
     """
     if has_vision(model):
         raise UserError("mtp: the head of a model trains on text, and the data have images; leave those rows out.")
@@ -73,24 +68,34 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
     [B, T]. It returns [B, T, D], of which the model's own output head makes the logits of the tokens after those.
     Documents of packed rows are kept apart as in the model.
 
-    Raises:
-        UserError: The installed mlx-vlm has no such head.
-
     Source: https://arxiv.org/abs/2412.19437, section 2.2; mlx_vlm.speculative.drafters.
     """
     head: Any = model[MTP]
     embedding = next(iter(token_tables(model).values()))
     forward = draft_forward(head)
 
-    def run(hidden: mx.array, following: mx.array) -> mx.array:
-        positions = mx.arange(hidden.shape[1])[None]
-        return forward(embedding(following), hidden, [None] * len(head.layers), positions)
-
-    return run
+    return lambda hidden, following: forward(embedding(following), hidden, following)
 
 
 def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
     """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
+    splitter, config = reader_of(path)
+    text = config["text_config"]
+    of_family = splitter is not None and config["model_type"] in _FAMILIES
+    headers = weight_headers(path).values() if of_family else ()
+    holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
+    if not holding:
+        raise UserError(
+            f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
+            "tensors mtp.* of a Qwen3.5, Qwen3-Next or Nemotron-H model were expected. Converted checkpoints often "
+            "lack them: take the original model, or leave mtp out."
+        )
+    of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
+    return splitter, config, of_mlx
+
+
+def reader_of(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return mlx-vlm's reader of heads of a checkpoint's family, None for one without, and the config.json for it."""
     try:
         from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter, get_mtp_splitter
 
@@ -103,7 +108,7 @@ def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
             f"mtp: the head's modules are those of mlx-vlm {_SINCE} or later, and {installed} is installed: "
             f"pip install 'mlx-vlm>={_SINCE}'."
         )
-    config = with_known_type(completed(read_json(path / "config.json")))
+    config = with_known_type(completed(plain_config(path, trust_remote_code=False)))
     text = dict(text_part(config))
     rope = text.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" not in rope:
@@ -111,15 +116,4 @@ def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
         half = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
         text["rope_parameters"] = {"type": "default", **rope, "mrope_section": [half, 0, 0]}
     config = {**config, "text_config": text}
-    splitter: Any = get_mtp_splitter(source_config=config)
-    of_family = splitter is not None and config["model_type"] in _FAMILIES
-    headers = weight_headers(path).values() if of_family else ()
-    holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
-    if not holding:
-        raise UserError(
-            f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
-            "tensors mtp.* of a Qwen3.5 model were expected. Converted checkpoints often lack them: take the original "
-            "model, or leave mtp out."
-        )
-    of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
-    return splitter, config, of_mlx
+    return get_mtp_splitter(source_config=config), config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -17,12 +17,9 @@ EXCLUDED = -1e30
 
 
 class Chosen(NamedTuple):
-    """The tokens that a step of decoding chooses.
-
-    Attributes:
-        tokens: [B] int32.
-        figures: [1 + F, B] fp32, the tokens, and numbers to be kept beside each; one that is not finite ends the
-            decoding. They alone are read: an NVIDIA GPU waits for memory that its host has read.
+    """The tokens [B] int32 that a step of decoding chooses, and figures [1 + F, B] fp32: the tokens, and numbers to be
+    kept beside each. A figure that is not finite ends the decoding. Figures alone are read: an NVIDIA GPU waits for
+    memory that its host has read.
     """
 
     tokens: mx.array
@@ -33,14 +30,9 @@ class Chosen(NamedTuple):
 class SampledPolicy:
     """A model's distribution of the next token at a temperature, restricted to its likelier tokens.
 
-    The restrictions follow one another as in transformers and vLLM: top_k, top_p, then min_p, all of the distribution
-    at this temperature.
-
-    Attributes:
-        temperature: The divisor of the logits.
-        top_p: The sum of probabilities of the likeliest tokens that may be sampled; 1 for all.
-        top_k: How many of the likeliest tokens may be sampled; 0 for all.
-        min_p: The least probability of a token, relative to the likeliest.
+    The restrictions follow one another as in transformers and vLLM: top_k tokens (0 for all), the sum top_p of
+    probabilities (1 for all), then min_p, the least probability relative to the likeliest, all of the distribution at
+    this temperature.
     """
 
     temperature: float = 1.0
@@ -79,14 +71,20 @@ class SampledPolicy:
             logits = mx.where(logits >= least, logits, EXCLUDED)
         return logits
 
+    def figures(self, logits: mx.array, tokens: mx.array) -> mx.array:
+        """Return the log-probabilities of tokens [B] by the model's logits [B, V], and entropies as sampler()'s."""
+        whole = replace(self, top_p=1.0, top_k=0, min_p=0.0).logits(logits)
+        normalised = whole - mx.logsumexp(whole, axis=-1, keepdims=True)
+        spread = mx.where(normalised == -mx.inf, 0.0, mx.exp(normalised) * normalised)
+        restricted = self.logits(logits)
+        of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]
+        return mx.stack([of_tokens - mx.logsumexp(restricted, axis=-1), -spread.sum(axis=-1)])
+
     def sampler(self, key: mx.array) -> Callable[[mx.array], Chosen]:
-        """Return a function that samples a token of each row of the model's logits [B, V].
+        """Return a function that samples a token of each row of the model's logits [B, V], by a key [2] uint32.
 
-        Its figures beside the token are the token's log-probability, and the entropy of the model's distribution at
-        the temperature.
-
-        Args:
-            key: The random key, [2] uint32, on which all tokens depend.
+        Its figures beside the token are the token's log-probability, and the entropy of the model's distribution at the
+        temperature.
         """
         keys = [twice(key)]
 
@@ -106,12 +104,7 @@ class SampledPolicy:
 
 
 class PolicyHead(nn.Module):
-    """A model's head with the logits of a policy; its child is the head's module itself, not a copy.
-
-    Args:
-        head: The head: hidden states -> logits.
-        policy: The policy.
-    """
+    """A model's head, hidden states -> logits, with the logits of a policy; its child is the head's module itself."""
 
     def __init__(self, head: nn.Module | Callable[[mx.array], mx.array], policy: SampledPolicy):
         super().__init__()

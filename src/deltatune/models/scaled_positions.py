@@ -45,14 +45,9 @@ _ROUNDING = 1e-5
 
 
 def check_scaling(config: Config, build: Callable[[Config], nn.Module]) -> None:
-    """Check that mlx-lm's model reads the scaling of positions for which a config asks.
+    """Refuse a completed config with scaled positions where mlx-lm's model is the same without the scaling.
 
-    Args:
-        config: The content of config.json, completed for mlx-lm.
-        build: Makes the model of a config, with random weights that are not evaluated.
-
-    Raises:
-        UserError: The model is the same with that scaling and without it.
+    `build` makes the model of a config, with random weights that are not evaluated.
     """
     part = text_part(config)
     asked = next(_scalings(part), None)
@@ -101,14 +96,8 @@ def _check_longrope(part: Config) -> None:
 
 
 def set_yarn(config: Config, model: nn.Module) -> None:
-    """Set the frequencies and the scale of a model's YaRN positions to those of transformers, where they differ.
-
-    Args:
-        config: The content of config.json.
-        model: The model, which is changed in place.
-
-    Raises:
-        UserError: This version of mlx-lm does not show the frequencies that it uses.
+    """Set, in place, the frequencies and the scale of a model's YaRN positions to those of transformers, where they
+    differ.
     """
     modules = [module for module in model.modules() if type(module) is YarnRoPE]
     if not modules:

@@ -44,13 +44,10 @@ class _Origin(NamedTuple):
 
 
 class StoredNames:
-    """The tensors in a checkpoint's files, and the model's parameters that are made of them.
+    """The tensors in a checkpoint's files, and the model's parameters that are made of them by its `sanitize`, if it
+    has one.
 
     No values are read before `write_back` needs them.
-
-    Args:
-        model: The model, loaded through mlx-lm or mlx-vlm. Its `sanitize` is used if it has one.
-        path: The checkpoint folder.
     """
 
     def __init__(self, model: nn.Module, path: Path):
@@ -71,19 +68,11 @@ class StoredNames:
         self._offsets = self._sanitize_constants([0] * len(self._stored))
 
     def write_back(self, new: dict[str, mx.array], removed: list[str]) -> dict[str, mx.array | None]:
-        """Compute the changes to the files from changes to the model.
+        """Return the changes to the files, None to remove a tensor, from new values and removed names of the model's
+        parameters.
 
-        It may be called again with other values: how a parameter is made is examined only once.
-
-        Args:
-            new: New values by the names of the model's parameters.
-            removed: The names of parameters that the model no longer has.
-
-        Returns:
-            {name of a tensor in the files: its new value, or None to remove it}.
-
-        Raises:
-            UserError: A parameter is not made of the stored tensors in a way that can be undone.
+        It may be called again with other values: how a parameter is made is examined only once. UserError for a
+        parameter that is not made of the stored tensors in a way that can be undone.
         """
         changes: dict[str, mx.array | None] = {}
         for name in removed:

@@ -32,16 +32,10 @@ FILE = "model.safetensors"
 
 
 class TrainedCheckpoint:
-    """The checkpoint of a model that trains as a whole.
+    """The checkpoint of a model that trains as a whole, ready to train, by the folder from which it was loaded.
 
-    Args:
-        model: The model, ready to train.
-        base: The folder from which it was loaded.
-        scratch_config: The content of config.json of a model that began with random weights. Such a model has no layout
-            but MLX's own. None for any other model.
-
-    Attributes:
-        note: A sentence for the user where the weights cannot have the base's layout, else None.
+    A model that began with random weights has no layout but MLX's own; `scratch_config` is its config.json, None for
+    any other model. `note` is a sentence for the user where the weights cannot have the base's layout, else None.
     """
 
     def __init__(self, model: nn.Module, base: Path, scratch_config: Mapping[str, Any] | None = None):
@@ -60,15 +54,7 @@ class TrainedCheckpoint:
             self.note = f"{FILE} will have MLX's names, and only the tensors that this run loads: {error}"
 
     def write(self, folder: Path, options: Mapping[str, Any]) -> None:
-        """Write the checkpoint with the present values into a folder.
-
-        Args:
-            folder: The folder; its files are replaced one by one.
-            options: The options of the run, for those who export the result.
-
-        Raises:
-            OSError: The file system refuses.
-        """
+        """Write the present values into a folder, file by file, with the run's options for exports."""
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_file(folder / FILE, self._write_weights)
         write_rest(self._base, folder, self._config, self._ends)
@@ -119,11 +105,7 @@ def is_trained_checkpoint(folder: Path) -> bool:
 
 
 def changes_from(base: Path, trained: Path) -> tuple[Changes, dict[str, Any]]:
-    """Return the tensors in which a trained checkpoint differs from its base, and its config.
-
-    Raises:
-        UserError: The two do not have the same tensors.
-    """
+    """Return the tensors in which a trained checkpoint differs from its base of the same tensors, and its config."""
     old, new = (
         {name: tensor for header in weight_headers(path).values() for name, tensor in header.tensors.items()}
         for path in (base, trained)

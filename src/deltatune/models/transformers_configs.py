@@ -45,6 +45,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 _KINDS = {
     "granitemoehybrid": {"linear_attention": "mamba", _FULL: "attention"},
     "jamba": {"linear_attention": "mamba", _FULL: "attention"},
+    "nemotron_h": {"linear_attention": "mamba", _FULL: "attention"},
 }
 # The errors of a class of transformers for a config that it was not made for.
 _REFUSALS = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
@@ -72,11 +73,7 @@ def refusing_config(refusal: str) -> Iterator[None]:
 
 
 def with_known_type(config: Config) -> dict[str, Any]:
-    """Return a config with mlx-lm's model_type, where transformers adds `_text` to it.
-
-    Args:
-        config: The content of config.json, with a model_type that is the name of a module.
-    """
+    """Return a config with mlx-lm's model_type, where transformers adds `_text` to it."""
     name: str = config["model_type"]
     known = name in mlx_lm.utils.MODEL_REMAPPING or importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
     if _is_bailing(config):
@@ -87,12 +84,9 @@ def with_known_type(config: Config) -> dict[str, Any]:
 def completed(config: Config) -> dict[str, Any]:
     """Return a config in which the options that mlx-lm and mlx-vlm read stand beside those of transformers 5.
 
-    Args:
-        config: The content of config.json. Its options stay, except the names of kinds of layers, the model_type of a
-            vision tower, bailing_hybrid's `head_dim`, and nemotron_h's `time_step_limit`.
-
-    Raises:
-        UserError: Layers with a sliding window scale their positions, and mlx-lm's model cannot.
+    Its options stay, except the names of kinds of layers, the model_type of a vision tower, bailing_hybrid's
+    `head_dim`, and nemotron_h's `time_step_limit`. UserError for positions of sliding windows that mlx-lm's model
+    cannot scale.
     """
     by_transformers = _saved_by_transformers_5(config)
     native = _native(config)
@@ -227,7 +221,7 @@ def _part(
         # Granite's hybrids without rotary positions; mlx-lm takes every other value for rotary ones.
         complete["position_embedding_type"] = "nope"
     names = _KINDS.get(part.get("model_type", ""), {})
-    for key in ("layer_types", "layers_block_type"):
+    for key in ("layer_types", "layers_block_type", "mtp_layers_block_type"):
         if isinstance(complete.get(key), list):
             complete[key] = [names.get(kind, kind) for kind in complete[key]]
     if isinstance(part.get("sliding_window_pattern"), int) and isinstance(renamed.get("sliding_window_pattern"), str):
@@ -337,15 +331,10 @@ _NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_nor
 
 
 def with_released_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return tensors under the names of the released checkpoints, where transformers saves others.
+    """Return the tensors of a checkpoint under the names of the released ones, where transformers saves others.
 
-    Args:
-        tensors: The tensors of a checkpoint, as stored.
-
-    Returns:
-        The same, with the dense layers of kimi_linear, the norms of olmo_hybrid, the output projections of
-        bailing_hybrid's gated-delta layers, and convolutions of the widths of q, k and v: transformers joins those, and
-        saves equal thirds.
+    These are the dense layers of kimi_linear, the norms of olmo_hybrid, the output projections of bailing_hybrid's
+    gated-delta layers, and convolutions of the widths of q, k and v: transformers joins those, and saves equal thirds.
     """
     renamed: dict[str, mx.array] = {}
     hybrid = any(name.endswith(".linear_attn.A_log") for name in tensors)
@@ -381,16 +370,9 @@ def _cut_convolutions(tensors: dict[str, mx.array], mixer: str) -> None:
 
 
 def with_joined_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Stack the tensors of single experts that a model's `sanitize` has left as they were.
+    """Stack the tensors of single experts that a model's `sanitize` has left: BLOCK.experts.N.up_proj.weight each.
 
-    Args:
-        tensors: The result of `sanitize`. A matrix of one expert is named BLOCK.experts.N.up_proj.weight.
-
-    Returns:
-        The tensors, with BLOCK.switch_mlp.up_proj.weight [experts, out, in] in the place of those of single experts.
-
-    Raises:
-        KeyError: The tensor of an expert is missing, and others of a higher number are there.
+    They become BLOCK.switch_mlp.up_proj.weight [experts, out, in]. KeyError for an expert that is missing below others.
     """
     joined: dict[str, mx.array] = {}
     single: dict[str, dict[int, str]] = {}
@@ -433,14 +415,7 @@ _ALIKE = {"swish": "silu", **dict.fromkeys(_GELUS, "gelu")}
 
 
 def check_options(config: Config) -> None:
-    """Check that mlx-lm's model reads each such option that differs from the default of transformers' class.
-
-    Args:
-        config: The content of config.json.
-
-    Raises:
-        UserError: No class of arguments in the module of mlx-lm's model has an option that differs.
-    """
+    """Refuse a config with an option unlike the default of transformers' class that mlx-lm's model does not read."""
     part = text_part(config)
     differing = [name for name in _CHANGING if part.get(name) is not None]
     native = _native(part) if differing else None

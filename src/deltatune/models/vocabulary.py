@@ -36,16 +36,11 @@ _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 
 
 def token_tables(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the modules with a row for each token: the embedding, and the output head unless the embedding serves as it.
+    """Return the modules with a row for each token by path: the embedding, and the output head unless the embedding
+    serves.
 
     They stand beside the layers, or beside a module that holds the layers: the embedding with the most rows, and the
     linear modules with as many.
-
-    Returns:
-        The modules by path, the embedding first.
-
-    Raises:
-        UserError: There is no embedding.
     """
     modules: dict[str, nn.Module] = {}
     owner: Any = model
@@ -103,16 +98,7 @@ def token_rows(model: nn.Module) -> int:
 
 
 def check_examples(model: nn.Module, tokenizer: Any, examples: Iterable[Any]) -> None:
-    """Check that the model has a row for every token of the examples.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer, for the names of tokens in messages.
-        examples: Examples with `tokens` and `source`.
-
-    Raises:
-        UserError: It has not; the message names the first such example and token.
-    """
+    """Refuse examples with a token for which the model has no row, naming the first `source` and token."""
     rows = token_rows(model)
     for example in examples:
         if example.tokens.max() >= rows:
@@ -152,16 +138,9 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None, *, lazy: 
     """Give a model's embedding and head, in place, trainable rows for tokens added to its tokenizer.
 
     These are the ids without a row, and added tokens in rows that the base has to spare. `loaded.config` then says how
-    many rows there are. Nothing changes if there is a trained row for every token.
-
-    Args:
-        loaded: A model without adapters, and its tokenizer.
-        scratch_seed: The seed of a model that trains from scratch, which is made anew with more rows; None for any
-            other, with new rows that start at the mean of the old ones.
-        lazy: Whether the weights of a model made anew are drawn when they are used.
-
-    Raises:
-        UserError: Rows cannot be added to this model.
+    many rows there are. Nothing changes if there is a trained row for every token. The model has no adapters. With
+    `scratch_seed` it trains from scratch and is made anew with more rows, drawn when they are used if `lazy`; else new
+    rows start at the mean of the old ones.
     """
     tables = token_tables(loaded.model)
     rows, needed = token_rows(loaded.model), max(loaded.tokenizer.get_vocab().values()) + 1

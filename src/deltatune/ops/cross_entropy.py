@@ -41,30 +41,18 @@ def linear_cross_entropy(
 ) -> tuple[mx.array, mx.array]:
     """Compute the weighted sum of the tokens' cross-entropies of `head(hidden)`, in nats, and the sum of the weights.
 
-    Gradients reach `hidden`, `weights` and the head's trainable parameters; frozen parameters cost no gradient work.
-    Log-sum-exp and sums are fp32. While every part of the head is in training mode, the forward pass computes the
-    gradients as well. When a part is in evaluation mode (`model.eval()`), only a backward pass computes them, so that
-    an evaluation does no gradient work. That backward pass runs the head again; a value and a gradient that are
-    evaluated together then hold one chunk each.
+    Gradients reach `hidden` [..., D], `weights` [...] and the head's trainable parameters; frozen parameters cost no
+    gradient work. Log-sum-exp and both results are fp32. The head is a module, called as `head(hidden) -> logits [...,
+    V]`, or a bound method of one, such as `model.embed_tokens.as_linear`; the logits of a token must depend on that
+    token alone. A token of weight 0 does not count, and may have a negative target. `chunk_tokens` tokens make a chunk;
+    None chooses by the memory of the logits.
 
-    Args:
-        head: A module called as `head(hidden) -> logits [..., vocab]`, or a bound method of one, such as
-            `model.embed_tokens.as_linear`. The logits of a token must depend on that token alone.
-        hidden: [..., D], of at least one token.
-        targets: [...] integers; a token of weight 0 may have a negative target (-100).
-        weights: [...]; a token of weight 0 does not count. If all weights are 0, the loss and all gradients are 0.
-        chunk_tokens: How many tokens make a chunk; None chooses the number by the memory of the logits.
+    While every part of the head is in training mode, the forward pass computes the gradients as well. When a part is in
+    evaluation mode (`model.eval()`), only a backward pass computes them, so that an evaluation does no gradient work.
+    That backward pass runs the head again; a value and a gradient that are evaluated together then hold one chunk each.
 
-    Returns:
-        (loss_sum, weight_sum), fp32 scalars.
-
-    Raises:
-        ValueError: The shapes disagree, there are no tokens, the targets are not integers, the head is not a module
-            or a method of one, or a second derivative is taken.
-
-    Example:
-        >>> loss_sum, weight_sum = linear_cross_entropy(model.lm_head, hidden, targets, mask)
-        >>> loss = loss_sum / weight_sum
+    A ValueError says that the shapes disagree, there are no tokens, the targets are not integers, the head is not a
+    module or a method of one, or a second derivative is taken.
     """
     _check(hidden, {"targets": targets, "weights": weights}, chunk_tokens)
     _check_integers(targets)
@@ -80,21 +68,11 @@ def linear_scores(
     *,
     chunk_tokens: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute the weighted sum of the tokens' scores, which are a function of each token's logits.
+    """Compute the weighted sum of the tokens' scores, functions of each token's logits, and the sum of the weights.
 
-    Args:
-        head: As for linear_cross_entropy.
-        hidden: [..., D], of N tokens.
-        others: [N, ...]: further arguments of the score, a row a token; they get no gradient.
-        weights: [...].
-        score: Logits [n, vocabulary] and as many rows of `others` -> scores [n] in fp32.
-        chunk_tokens: As for linear_cross_entropy.
-
-    Returns:
-        (sum of scores, sum of weights), fp32 scalars.
-
-    Raises:
-        ValueError: As linear_cross_entropy does.
+    `others` [N, ...] are further arguments of the score, a row for each of the N tokens of hidden [..., D]; they get no
+    gradient. `score` maps logits [n, vocabulary] and as many rows of `others` to [n] in fp32. The other arguments, the
+    results and errors are those of linear_cross_entropy.
     """
     run = _Head(head)
     _check(hidden, {"weights": weights}, chunk_tokens)
@@ -112,26 +90,12 @@ def linear_token_losses(
     *,
     chunk_tokens: int | None = None,
 ) -> mx.array:
-    """Compute each token's cross-entropy of `head(hidden)`, in nats, for a loss that is a function of all of them.
+    """Compute each token's cross-entropy of `head(hidden)` in nats, [...] in fp32, for a loss that depends on all.
 
     Gradients reach `hidden` and the head's trainable parameters. The forward pass of a frozen head in training mode
     computes the gradients of `hidden` as well, since the loss of a token depends on no other row; the backward pass
-    multiplies each row by its cotangent. A head that trains runs again in the backward pass.
-
-    Args:
-        head: As for linear_cross_entropy.
-        hidden: [..., D], of at least one token.
-        targets: [...] integers; a negative target (-100) counts as token 0, and must not count in the loss.
-        chunk_tokens: How many tokens make a chunk; None chooses the number by the memory of the logits.
-
-    Returns:
-        [...], fp32.
-
-    Raises:
-        ValueError: As linear_cross_entropy does.
-
-    Example:
-        >>> log_probability = -(linear_token_losses(model.lm_head, hidden, targets) * mask).sum(axis=-1)
+    multiplies each row by its cotangent. A head that trains runs again in the backward pass. A negative target (-100)
+    counts as token 0, and must not count in the loss. Other arguments and errors are those of linear_cross_entropy.
     """
     run = _Head(head)
     _check(hidden, {"targets": targets}, chunk_tokens)

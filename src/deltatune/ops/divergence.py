@@ -19,16 +19,9 @@ from .products.quantized_product import unpacked_once
 
 
 def divergence(logits: mx.array, teacher_logits: mx.array, beta: float, temperature: float) -> mx.array:
-    """Return each token's divergence, in nats.
+    """Return the divergence in nats, [N] in fp32, of each token of the student's and the teacher's logits [N, V].
 
-    Args:
-        logits: The student's logits, [N, vocabulary].
-        teacher_logits: The teacher's, of the same shape.
-        beta: From 0, forward, to 1, reverse.
-        temperature: Divides both models' logits.
-
-    Returns:
-        [N], fp32.
+    beta goes from 0, forward, to 1, reverse; the temperature divides both models' logits.
     """
     student, teacher = (_log_softmax(x.astype(mx.float32) / temperature) for x in (logits, teacher_logits))
     if beta == 0:
@@ -58,25 +51,12 @@ def linear_divergence(
     temperature: float,
     chunk_tokens: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute the weighted sum of the tokens' divergences, and the sum of the weights.
+    """Compute the weighted sum of the tokens' divergences, and the sum of the weights, fp32 scalars.
 
     Gradients reach `hidden`, `weights` and the head's trainable parameters as in linear_cross_entropy, with which this
-    shares its chunks. No logits of all tokens exist, of either model.
-
-    Args:
-        head: The student's head, as for linear_cross_entropy.
-        hidden: Its hidden states, [..., D].
-        teacher: The teacher's head, and its hidden states [..., E] of the same tokens; they get no gradient.
-        weights: [...]; a token of weight 0 does not count.
-        beta: As in divergence().
-        temperature: As in divergence().
-        chunk_tokens: As for linear_cross_entropy.
-
-    Returns:
-        (sum of divergences, sum of weights), fp32 scalars.
-
-    Raises:
-        ValueError: As linear_cross_entropy does.
+    shares its chunks and errors. No logits of all tokens exist, of either model. `teacher` is its head and its hidden
+    states [..., E] of the tokens of hidden [..., D]; they get no gradient. beta and temperature are those of
+    divergence().
     """
     teacher_head, teacher_hidden = teacher
     rows = mx.stop_gradient(teacher_hidden.reshape(-1, teacher_hidden.shape[-1]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -82,47 +82,62 @@ class KeysAndValues:
         return self.following[0], self.following[1]
 
 
+class StatesAndKeys(NamedTuple):
+    """The pair of caches of a layer with a recurrence beside attention, as Falcon-H1 has it."""
+
+    states: States
+    keys: KeysAndValues
+
+    @property
+    def handed(self) -> list[mx.array]:
+        return self.states.handed + self.keys.handed
+
+    @property
+    def following(self) -> list[mx.array]:
+        return self.states.following + self.keys.following
+
+
 @dataclass(frozen=True)
 class Carry:
-    """The states that a layer carries from one piece to the next.
+    """The arrays that a layer carries from one piece to the next; none where no token sees another.
 
     Args:
-        states: How many states a recurrent layer has, 0 for one in which no token sees another; None for attention,
-            which has keys and values.
+        states: How many states of a recurrence it carries.
+        attends: Whether it carries keys and values, behind the states.
         packed: Whether a piece of attention can be told which documents its keys belong to.
     """
 
-    states: int | None = None
+    states: int = 0
+    attends: bool = False
     packed: bool = True
 
     @property
-    def arrays(self) -> int:
-        """How many arrays it is."""
-        return 2 if self.states is None else self.states
+    def empty(self) -> tuple[None, None] | None:
+        """The cache with which the layer is called in training."""
+        return (None, None) if self.states and self.attends else None
 
 
 def divisible(carry: Carry | None, arguments: Sequence[tuple[str, Any]]) -> tuple[mx.array | None, dict[str, Any]]:
     """Return x and the options for a call of in_pieces(), or None for a call that cannot be made in pieces.
 
     The layer must take x [B, T, D] first, and then at most a mask that a piece can be given as well: none or, for
-    attention, "causal", also within the documents of a packed row. A layer that attends without a mask sees later
-    tokens, which no piece can.
-
-    Args:
-        carry: The layer's carry, if that is known.
-        arguments: The arguments of the call, with their names.
+    attention, "causal", also within the documents of a packed row; and the offset of the first position. A layer that
+    attends without a mask sees later tokens, which no piece can. `arguments` have their names.
     """
     (_, x), *others = arguments
-    options = {name: value for name, value in others if value is not None}
-    unset = {name: None for name, value in others if value is None and name != "cache"}
     if carry is None or not isinstance(x, mx.array) or x.ndim != 3 or not is_floating(x):
         return None, {}
-    rule = rule_of(options["mask"]) if carry.packed and isinstance(options.get("mask"), mx.array) else None
-    if rule is not None and rule.window is None and rule.segments is not None and not rule.read:
-        options["mask"] = "causal"
+    others = [(name, value) for name, value in others if name != "cache" or value != carry.empty]
+    offset = {name: value for name, value in others if name == "offset" and type(value) is int and value == 0}
+    options = {name: value for name, value in others if value is not None and name not in offset}
+    unset = {name: None for name, value in others if value is None}
+    for name, value in options.items():
+        rule = rule_of(value) if carry.packed and isinstance(value, mx.array) else None
+        if rule is not None and rule.window is None and rule.segments is not None and not rule.read:
+            options[name] = "causal"
     plain = all(isinstance(value, str) for value in options.values())
-    fits = plain and options == ({"mask": "causal"} if carry.states is None else {})
-    return (x, unset | options) if fits else (None, {})
+    fits = plain and list(options.values()) == ["causal"] * carry.attends
+    return (x, unset | offset | options) if fits else (None, {})
 
 
 def in_pieces(
@@ -130,22 +145,16 @@ def in_pieces(
 ) -> mx.array:
     """Return layer(x, **options) [B, T, D], computed one piece after another in both passes.
 
-    Args:
-        layer: Called as layer(x, cache=cache, **options). It gives [B, t, D] for x [B, t, D].
-        module: The module with the trainable parameters that `layer` uses.
-        carry: The layer's carry from one piece of a row to the next.
-        x: [B, T, D].
-        cut: How x is cut.
-        options: Further arguments without arrays.
-
-    Raises:
-        ValueError: The layer does not set its states or read its keys and values, as `carry` says.
-
-    Source: Chen et al., arXiv 1604.06174, who keep the states between segments of a recurrence.
+    `module` has the trainable parameters that `layer` uses. Options are those of divisible(). A layer that does not set
+    its states or read its keys and values, as `carry` says, raises ValueError. Source: Chen et al., arXiv 1604.06174,
+    who keep the states between segments of a recurrence.
     """
     paths, parameters = trainable(module)
     told = trace.current()
-    carry = carry if cut.axis == TOKENS else Carry(states=0)
+    if cut.axis == ROWS:
+        # Whole rows hand nothing on.
+        options["cache"] = carry.empty
+        carry = Carry()
     pieces = _Pieces(layer, module, paths, carry, cut, options, told.segments, told.side_outputs is not None)
     with repeatable() as key:
         y, *more = with_gradient(pieces.forward, pieces.backward)(mx.stop_gradient(key), *parameters, x)
@@ -162,7 +171,6 @@ class _Pieces:
     layer: Callable[..., mx.array]
     module: nn.Module
     paths: list[str]
-    # Nothing for whole rows.
     carry: Carry
     cut: LayerCut
     options: dict[str, Any]
@@ -178,7 +186,7 @@ class _Pieces:
     @property
     def saved(self) -> int:
         """How many states of a recurrence are kept for the backward pass."""
-        return (self.carry.states or 0) * (len(self.spans) - 1)
+        return self.carry.states * (len(self.spans) - 1)
 
     def forward(self, key: mx.array, *inputs: mx.array) -> list[mx.array]:
         """Return y, for a recurrence the states after each piece but the last, and the layer's side outputs."""
@@ -192,7 +200,7 @@ class _Pieces:
             if span.left_out:
                 ys.append(blank(ys[-1], span.stop - span.start, ys[-1:], self.cut.axis))
                 before = self._blank_carry(span, before, ys[-1:])
-                saved += before[: self.saved]
+                saved += before[: self.carry.states]
                 continue
             rows = self.cut.part(x, span)
             if ys:
@@ -204,11 +212,12 @@ class _Pieces:
             ys.append(y)
             before = cache.following
             if len(saved) < self.saved:
-                saved += before
+                saved += before[: self.carry.states]
         return [mx.concatenate(ys, axis=self.cut.axis), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
+        states = self.carry.states
         d_aside = list(cotangents[1 + self.saved :])
         # Nothing is recomputed before its cotangent exists.
         key, *inputs = mx.depends(list(primals), [dy])
@@ -217,27 +226,30 @@ class _Pieces:
         keys = mx.random.split(key, len(self.spans))
         totals: list[mx.array] = []
         dxs: list[mx.array] = []
-        # The gradients of each piece's carry, so far.
-        d_handed: list[list[mx.array]] = [[] for _ in self.spans]
+        # The gradients of the states behind a piece, which the next one gives, and of each piece's keys and values.
+        d_states: list[mx.array] = []
+        d_keys: list[list[mx.array]] = [[] for _ in self.spans]
         with undisturbed(self.module):
-            if self.carry.states is None:
-                saved = self._keys_and_values(keys, documents, parameters, x)
+            keys_and_values = self._keys_and_values(keys, documents, parameters, x) if self.carry.attends else []
             for number, span in reversed([*enumerate(self.spans)]):
                 parts = [self.cut.part(whole, span) for whole in (x, dy)]
-                arrays = parts + self._before(number, saved)
+                arrays = parts + self._before(number, saved, keys_and_values)
                 # Those of attention are sums in fp32. The last piece has none.
-                d_next = [d.astype(like.dtype) for d, like in zip(d_handed.pop(), saved, strict=False)]
+                d_carry, likes = d_states + d_keys.pop(), saved[:states] + keys_and_values
+                d_next = [d.astype(like.dtype) for d, like in zip(d_carry, likes, strict=False)]
                 if span.left_out:
                     dxs.insert(0, blank(dxs[0], span.stop - span.start, [dxs[0], *totals, *d_next], self.cut.axis))
-                    self._add_handed(d_handed, [] if self.carry.states is None else d_next)
+                    d_states = d_next[:states]
                     continue
                 if dxs:
-                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_next, *chain.from_iterable(d_handed)])
+                    arrays = mx.depends(arrays, [dxs[0], *totals, *d_next, *chain.from_iterable(d_keys)])
                 gradients = self._piece_gradients(number, keys, documents, parameters, arrays, d_next, d_aside)
                 d_parameters, (dx, *d_before) = gradients[: len(parameters)], gradients[len(parameters) :]
                 totals = _sums(totals, d_parameters)
                 dxs.insert(0, dx)
-                self._add_handed(d_handed, d_before)
+                d_states = d_before[:states]
+                for at, (start, stop, _) in enumerate(self.spans[: len(d_keys)]):
+                    d_keys[at] = _sums(d_keys[at], [d[:, :, start:stop] for d in d_before[states:]])
         weights = [total.astype(array.dtype) for total, array in zip(totals, parameters, strict=True)]
         dx = mx.concatenate(dxs, axis=self.cut.axis)
         return [mx.zeros_like(key), *weights, mx.depends([dx], weights)[0] if weights else dx]
@@ -250,25 +262,28 @@ class _Pieces:
         parameters: Sequence[mx.array],
         rows: mx.array,
         before: Sequence[mx.array],
-    ) -> tuple[mx.array, States | KeysAndValues]:
+    ) -> tuple[mx.array, States | KeysAndValues | StatesAndKeys]:
         """Call the layer on a piece with the carry of the piece before it; return y and the layer's cache."""
         start, stop, _ = self.spans[number]
-        cache: States | KeysAndValues
-        if self.carry.states is None:
-            cache = KeysAndValues(start, before or None)
-        else:
-            cache = States(_restarted(before, documents, start) if before else [None] * self.carry.states)
+        count, attends = self.carry.states, self.carry.attends
+        states = States(_restarted(before[:count], documents, start) if before else [None] * count)
+        keys_before = KeysAndValues(start, before[count:] or None)
+        both = StatesAndKeys(states, keys_before)
+        cache = both if count and attends else keys_before if attends else states
         # Queries of attention see keys of earlier pieces, so their documents are needed as well.
-        first = 0 if before and self.carry.states is None else start
+        first = 0 if before and attends else start
         readable = None if documents is None else self.cut.part(documents, (first, stop))
         routers = trace.current().routers
         if routers is not None:
             routers = routers._replace(real=self.cut.part(routers.real, (start, stop)))
-        whole = self.cut.axis == ROWS
-        having = trace.having(segments=readable, routers=routers, piece=None if whole else (start, stop))
+        piece, options = None, self.options
+        if self.cut.axis == TOKENS:
+            piece = (start, stop)
+            options = options | {"cache": cache} | ({"offset": start} if "offset" in options else {})
+        having = trace.having(segments=readable, routers=routers, piece=piece)
         with holding(self.module, self.paths, parameters), recomputed(), having, drawing_from(keys[number]):
-            y = self.layer(rows, cache=None if whole else cache, **self.options)
-        if len(cache.handed) < self.carry.arrays or y.shape != rows.shape:
+            y = self.layer(rows, **options)
+        if len(cache.handed) < count + 2 * attends or y.shape != rows.shape:
             raise ValueError(
                 f"{type(self.module).__name__} cannot run on pieces of a row: it returned {list(y.shape)} for "
                 f"{list(rows.shape)}, or did not write to its cache."
@@ -289,28 +304,27 @@ class _Pieces:
             if keys_and_values:
                 rows = mx.depends([rows], keys_and_values[-1])[0]
             _, cache = self._run(number, keys, documents, parameters, rows, [])
-            keys_and_values.append(cache.handed)
+            keys_and_values.append(cache.handed[-2:])
         return [mx.concatenate(list(parts), axis=2) for parts in zip(*keys_and_values, strict=True)]
 
     def _blank_carry(self, span: Turn, before: Sequence[mx.array], after: Sequence[mx.array]) -> list[mx.array]:
-        """Return the carry after pieces that are left out: the states between them all, or keys and values."""
-        if self.carry.states is None:
-            return [blank(array, span.stop, after, 2) for array in before]
-        return [blank(state, span.left_out * len(state), after) for state in before]
+        """Return the carry after pieces that are left out: the states between them all, and keys and values."""
+        count = self.carry.states
+        states = [blank(state, span.left_out * len(state), after) for state in before[:count]]
+        return states + [blank(array, span.stop, after, 2) for array in before[count:]]
 
-    def _last_states(self, number: int, states: list[mx.array]) -> list[mx.array]:
-        """Return the states before a piece, of those between the pieces that are left out."""
-        left_out = 0 if self.carry.states is None else self.spans[number - 1].left_out
-        return [state[: len(state) // left_out] for state in states] if left_out else states
+    def _last_states(self, number: int, before: list[mx.array]) -> list[mx.array]:
+        """Return the carry before a piece, with the last of the states between the pieces that are left out."""
+        left_out, count = self.spans[number - 1].left_out, self.carry.states
+        return [state[: len(state) // left_out] for state in before[:count]] + before[count:] if left_out else before
 
-    def _before(self, number: int, saved: list[mx.array]) -> list[mx.array]:
+    def _before(self, number: int, saved: list[mx.array], keys_and_values: list[mx.array]) -> list[mx.array]:
         """Return the carry of the piece before this one; nothing for the first."""
         if number == 0:
             return []
-        if self.carry.states is not None:
-            before = saved[(number - 1) * self.carry.states : number * self.carry.states]
-            return self._last_states(number, before)
-        return [array[:, :, : self.spans[number][0]] for array in saved]
+        states = saved[(number - 1) * self.carry.states : number * self.carry.states]
+        keys = [array[:, :, : self.spans[number][0]] for array in keys_and_values]
+        return self._last_states(number, states) + keys
 
     def _piece_gradients(
         self,
@@ -337,17 +351,6 @@ class _Pieces:
             return [mx.contiguous(output) for output in ([y, *cache.handed] if d_next else [y]) + aside]
 
         return list(mx.vjp(recompute, [*parameters, rows, *before], [d_rows, *d_next, *d_aside])[1])
-
-    def _add_handed(self, d_handed: list[list[mx.array]], d_before: list[mx.array]) -> None:
-        """Add the gradients of the carry into a piece to `d_handed` of the pieces before it.
-
-        A recurrence got its states from the last of them, and attention keys and values [B, heads, t, size] from each.
-        """
-        if self.carry.states is not None and d_handed:
-            d_handed[-1] = d_before
-        elif d_before:
-            for number, (start, stop, _) in enumerate(self.spans[: len(d_handed)]):
-                d_handed[number] = _sums(d_handed[number], [d[:, :, start:stop] for d in d_before])
 
 
 def _restarted(states: Sequence[mx.array], documents: mx.array | None, start: int) -> list[mx.array]:

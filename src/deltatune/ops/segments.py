@@ -48,6 +48,12 @@ def current() -> mx.array | None:
     return trace.current().segments
 
 
+def last_segments(tokens: int) -> mx.array | None:
+    """Return the segments of the last tokens; those of a piece of attention begin with the keys of earlier pieces."""
+    told = trace.current()
+    return told.segments if told.segments is None or told.piece is None else told.segments[:, -tokens:]
+
+
 def segments(array: mx.array | None) -> AbstractContextManager[None]:
     """Within the context, `array` gives the segments of the batch.
 

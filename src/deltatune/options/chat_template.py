@@ -24,8 +24,7 @@ _OF_PROMPTS = {"tools", "chat_template"}
 def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[str, Any]:
     """Return variables of a chat template, by name, after a check; one `prompt` may set tools and the template, too.
 
-    Raises:
-        UserError: It is no mapping, holds values that JSON lacks, or names an argument that deltatune sets itself.
+    A UserError refuses other things than a mapping, values that JSON lacks, and arguments that deltatune sets itself.
     """
     if not isinstance(options, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {short(options)}.")

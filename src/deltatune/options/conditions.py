@@ -42,11 +42,13 @@ TRAINING: Conditions = {
     "teacher lmbda": ("with loss: distill", lambda c, f: c.loss == "distill"),
     "temperature": ("with loss: grpo or distill", lambda c, f: c.loss in ("grpo", "distill")),
     "memory": (
-        "without loss: distill or grpo, since each sampled token would read the layers on the disk; take a model in 4 "
-        "bits or less, a smaller batch_size or num_generations",
-        lambda c, f: c.loss not in ("distill", "grpo")),
+        "without loss: grpo, since each sampled token would read the layers on the disk; take a model in 4 bits or "
+        "less, a smaller batch_size or num_generations",
+        lambda c, f: c.loss != "grpo"),
     "max_completion_length top_p top_k min_p": (
-        "with loss: grpo, or loss: distill and lmbda above 0", lambda c, f: c.samples_answers),
+        "where the model samples answers: with loss: grpo, or loss: distill and lmbda above 0, which takes those of "
+        "the data at 0",
+        lambda c, f: c.samples_answers),
     "num_generations epsilon epsilon_high num_iterations mask_truncated_completions sampler_correction": (
         "with loss: grpo", lambda c, f: c.loss == "grpo"),
     "scale_rewards": (
@@ -105,8 +107,8 @@ TASKS: Conditions = {
 #: Of `generate` and `chat`.
 ANSWERS: Conditions = {
     "draft": (
-        "with --temp 0, and without --memory, --image and --video",
-        lambda o: o.temp == 0 and o.memory is None and not vars(o).get("image") and not vars(o).get("video")),
+        "without --memory, --image and --video",
+        lambda o: o.memory is None and not vars(o).get("image") and not vars(o).get("video")),
     "min_pixels max_pixels": ("with --image or --video", lambda o: o.image or o.video),
     "fps video_max_frames": ("with --video", lambda o: o.video),
     "chat_template_config tools": ("without --ignore-chat-template", lambda o: not vars(o).get("ignore_chat_template")),
@@ -137,18 +139,10 @@ def changed_options(options: Any) -> dict[str, str]:
 
 
 def refuse_unread(conditions: Conditions, names: Mapping[str, str], *run: Any) -> list[str]:
-    """Refuse options that are set and not read.
+    """Refuse, with a UserError, options that are set and not read.
 
-    Args:
-        conditions: The conditions of the options.
-        names: The options that are set, each with its name in messages.
-        run: The arguments of a condition.
-
-    Returns:
-        A note for each option that mlx_lm.lora has, but does not read either.
-
-    Raises:
-        UserError: Another one is not read.
+    `names` holds the options that are set, each with its name in messages, and `run` the arguments of a condition. An
+    option that mlx_lm.lora has, but does not read either, is returned in a note.
     """
     notes, refused = [], []
     for options, (words, holds) in conditions.items():

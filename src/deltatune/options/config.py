@@ -403,8 +403,8 @@ class TrainConfig:
     )
     memory: int | None = _run(
         None,
-        "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit stay on the disk and "
-        "are read in every pass; implies grad_checkpoint",
+        "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit, with loss: distill "
+        "those of the teacher, stay on the disk and are read in every pass; implies grad_checkpoint",
         range=Range(least=1, most=2**63 - 1, size=True),
     )
     report_to: str | None = _save(
@@ -451,7 +451,7 @@ class TrainConfig:
         if self.warmup > 1 and self.warmup != int(self.warmup):
             raise UserError(f"warmup: expected a share below 1 or a whole number of steps, got {self.warmup}.")
         self._check_streaming()
-        if self.memory is not None and self.trains_base is not None:
+        if self.memory is not None and self.loss != "distill" and self.trains_base is not None:
             raise UserError(f"memory leaves frozen weights on the disk, and {self.trains_base}; leave one of them out.")
         if self.max_completion_length >= self.max_seq_length and self.loss == "grpo":
             raise UserError(

@@ -9,9 +9,8 @@ from typing import Any
 class DataInMemory(str):
     """The name of rows in memory, for messages and saved options, with the rows.
 
-    Attributes:
-        splits: By the name of a split, the words with which messages name its rows, and the rows: a list, or a data set
-            of the datasets library.
+    `splits` holds, by the name of a split, the words with which messages name its rows, and the rows: a list, or a data
+    set of the datasets library.
     """
 
     splits: dict[str, tuple[str, Any]]

@@ -14,11 +14,7 @@ _answer = partial(option, "answers", negated=False)
 
 @dataclasses.dataclass(frozen=True)
 class AnswerOptions:
-    """The options with which a model answers, under the names that mlx_lm.generate and mlx_lm.chat give them.
-
-    Raises:
-        UserError: If an option has a value that it may not have.
-    """
+    """The options with which a model answers, under the names that mlx_lm.generate and mlx_lm.chat give them."""
 
     model: str
     _: dataclasses.KW_ONLY
@@ -92,11 +88,7 @@ class ChatOptions(AnswerOptions):
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
-    """The options of `eval` for tasks of lm-eval, under the names that `lm_eval` gives them.
-
-    Raises:
-        UserError: An option has a value that it may not have, or has no meaning without `tasks`.
-    """
+    """The options of `eval` for tasks of lm-eval, under the names that `lm_eval` gives them."""
 
     tasks: str | None = _answer(None, "names or patterns of tasks, separated by commas, such as arc_easy,hellaswag")
     num_fewshot: int | None = _answer(

@@ -75,12 +75,7 @@ OF_ADAPTERS = ("rank", "alpha", "scale", "dropout", "keys", "rslora", "init")
 
 
 def option_meant(word: str, known: list[str]) -> str | None:
-    """Return the known name of the option that `word` names elsewhere, or None.
-
-    Args:
-        word: An unknown key of a file, or an unknown flag.
-        known: The known keys or flags.
-    """
+    """Return the one of the known keys or flags that `word`, an unknown key or flag, names elsewhere, or None."""
     name = plain(word)
     option = OPTIONS.get(name, name)
     if option in OF_ADAPTERS and "lora_parameters" in known:

@@ -55,10 +55,9 @@ _LONGEST = 120
 class Range:
     """The numbers that an option may have: from `least` to `most`, or between `above` and `below`, these excluded.
 
-    Args:
-        most: The largest number; None means as large as MLX can count, or as fp32 can hold.
-        also: Numbers outside the range that have a meaning of their own, such as -1 for "all".
-        size: Whether the numbers count bytes, so that a text such as 4GB may stand for one.
+    `most` is None for as large as MLX can count, or as fp32 can hold. `also` are numbers outside the range with a
+    meaning of their own, such as -1 for "all". With `size` the numbers count bytes, and a text such as 4GB may stand
+    for one.
     """
 
     least: float | None = None
@@ -107,17 +106,13 @@ def option(
     range: Range | None = None,
     **more: Any,
 ) -> Any:
-    """Return the field of a dataclass that is an option.
+    """Return the field of a dataclass that is an option, listed in a group, with its default or a function that makes
+    one.
 
-    Args:
-        group: The group in which the option is listed.
-        default: The option's default, or a function that makes it anew for each dataclass, as of a list.
-        text: The option's help text.
-        flag: Whether the option is a command-line flag, or the flag where its name differs from the option's.
-        choices, words, range: The texts that the option may be, any where there are none; the words that it may hold,
-            separated by commas; and the numbers that it may be.
-        more: `empty`, whether a text may be empty; and of the flag `short`, a second name, `metavar`, the word for its
-            value, and `negated`, False where there is no flag with no- before the name.
+    `flag` says whether it is a command-line flag, or names the flag where that differs. It may be one of `choices`, or
+    hold some of `words` separated by commas, or be a number in `range`. `more` holds `empty`, whether a text may be
+    empty; and of the flag `short`, a second name, `metavar`, the word for its value, and `negated`, False where there
+    is no flag with no- before the name.
     """
     about = {"group": group, "help": text, "flag": flag, "choices": choices, "words": words, "range": range, **more}
     if default is dataclasses.MISSING:
@@ -151,10 +146,8 @@ def nearest(word: str, known: list[str]) -> str:
 def fix(instance: Any) -> None:
     """Check every field of a dataclass in place; a whole number becomes a float, and a path text, where one is meant.
 
-    Raises:
-        UserError: A value has another type than the field's annotation says, or is not one that its metadata allows
-            (`range`, `choices` for the whole text or each member of a list, `words` for a text with commas, and `empty`
-            where a text may be empty).
+    A UserError names a value of another type than the field's annotation says, or one that its metadata does not allow
+    (see option(); `choices` hold for the whole text or each member of a list).
     """
     cls: type = type(instance)
     for name, (hint, metadata) in fields_of(cls).items():
@@ -202,15 +195,10 @@ def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[st
 
 
 def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> Any:
-    """Return a value, `name` in messages, in the type that `hint` asks for.
+    """Return a value, `name` in messages, in the type that `hint` asks for; UserError if it is not one that is allowed.
 
-    Args:
-        hint: A type, such as `int`, `float | None`, `list[str]` or, for one that may also be a word, `bool | str` or
-            `dict[str, Any] | str | None`.
-        metadata: Further requirements: `range`, `choices`, `words` and `empty`, as in `fix`.
-
-    Raises:
-        UserError: The value does not meet the requirements.
+    The hint is a type, such as `int`, `float | None`, `list[str]` or, for one that may also be a word, `bool | str` or
+    `dict[str, Any] | str | None`. `metadata` holds further requirements: `range`, `choices`, `words` and `empty`.
     """
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if Any in options or (value is None and type(None) in options):

@@ -48,8 +48,7 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises:
-        UserError: The file cannot be read, is not YAML in UTF-8, gives a key twice, or does not hold a mapping.
+    A UserError says that it cannot be read, is not YAML in UTF-8, gives a key twice, or holds no mapping.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

@@ -22,11 +22,7 @@ _ROW = 512
 
 @contextmanager
 def noting() -> Iterator[list[NotedCall]]:
-    """Note every call of a patched function within a `with` block. Calls inside it do not count outside it.
-
-    Yields:
-        A list that grows by one entry for each call.
-    """
+    """Note every call of a patched function within a `with` block in a list. Calls inside it do not count outside."""
     calls: list[NotedCall] = []
     with dispatch.having(callers=calls, recurrences=Counter(), attentions=Counter()):
         yield calls
@@ -39,12 +35,9 @@ def asked() -> bool:
 
 
 def note(operator: str, implementation: Callable[[], str] | None) -> None:
-    """Note a call of an operator, where calls are noted.
+    """Note a call of an operator, "gated delta", "linear attention", "attention" or "experts", where calls are noted.
 
-    Args:
-        operator: "gated delta", "linear attention", "attention" or "experts".
-        implementation: Gives the name of the implementation that serves the call in training, as for of_a_row(); None
-            where upstream's code does.
+    `implementation` names the one that serves the call in training, as for of_a_row(); None where upstream's code does.
     """
     calls = dispatch.current().callers
     if calls is not None:

@@ -65,9 +65,8 @@ class Fitting:
 def fitting(records: list[Patch]) -> Fitting | str | None:
     """Choose a record of one target by the evidence; the versions decide only which record is asked first.
 
-    Returns:
-        The record with its functions; or a sentence on the expected and the actual function where none fits; or None
-        where the installed version needs no replacement.
+    A sentence on the expected and the actual function comes back where none fits, None where the installed version
+    needs no replacement.
     """
     first, version = records[0], installed(records[0].package)
     if version is None:

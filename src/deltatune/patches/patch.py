@@ -7,21 +7,72 @@ expectation is left alone, with a warning.
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from packaging.version import Version
 
 from .evidence import Fitting, fitting
 from .holders import LoadedModules, defined_function, holders, rebind
-from .importing import ImportWatch
 from .patch_record import Function, Patch
 from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
 from .versions import installed, latest
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module as the module's own loader does, then calls `then`."""
+
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module must name its own loader, because inspect and pkgutil read source through that.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then()
+
+
+class ImportWatch(importlib.abc.MetaPathFinder):
+    """Calls `then` once, when the module `name` has been executed without an error. stop() ends the watch earlier."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name = name
+        self._then = then
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self._finish)
+                return spec
+        return None
+
+    def _finish(self) -> None:
+        self.stop()
+        self._then()
+
+    def stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
 
 # The replacement of each target that is in force.
 _in_force: dict[str, Fitting] = {}
@@ -30,17 +81,11 @@ _watches: dict[str, tuple[ImportWatch, dict[str, list[Patch]]]] = {}
 
 
 def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | None = None) -> PatchReport:
-    """Replace the function of each record, in every loaded module that holds it.
+    """Replace the function of each record, in every loaded module that holds it; report it, and every one left alone.
 
-    Functions of modules that are not imported yet are replaced when those are imported. Applying twice gives the
-    replacement to modules that were loaded in between. warn() names the functions left alone.
-
-    Args:
-        patches: The records. Of several for one target, the first that fits the installed function is applied.
-        announce: Is called with a further report whenever a module that was waited for is imported.
-
-    Returns:
-        A report of the replacements.
+    Of several records for one target, the first that fits is applied. Functions of modules that are not imported yet
+    are replaced when those are imported, and `announce` is called with a further report. Applying twice gives the
+    replacement to modules that were loaded in between.
     """
     report, targets = PatchReport(), _by_target(patches)
     for target, records in targets.items():

@@ -37,13 +37,9 @@ class Applied:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A function that keeps its original code.
+    """A function that keeps its original code: the record that would have replaced it, and the package's version.
 
-    Attributes:
-        patch: The record that would have replaced it.
-        version: The installed version of the package.
-        why: The expected and the actual function, in a sentence.
-        message: `why`, with the function's name and the consequence for training.
+    `why` compares the expected and the actual function; `message` adds the name and the consequence for training.
     """
 
     patch: Patch
@@ -119,13 +115,8 @@ class PatchReport:
 def refuse(report: PatchReport, model: nn.Module | None, uses: Collection[str]) -> None:
     """Raise UserError if the report leaves something alone that these uses of the model depend on.
 
-    Args:
-        report: The report of apply().
-        model: The model; None takes every function for one that it calls.
-        uses: The uses of the model: TRAINING, PACKING, INFERENCE.
-
-    Raises:
-        UserError: It names each function, the expected and the actual one, and the remedy.
+    It names each function, the expected and the actual one, and the remedy. None as model takes every function for one
+    that it calls.
     """
     missing = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
     missing = [left for left in missing if model is None or calls(model, left.patch)]

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.gated_delta import gated_delta, native
-from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.choice import OPERATOR
+from ..ops.gated_delta.trial_case import Call
 from ..ops.operator import candidates
 from ..ops.pointwise import gating
 from ..ops.tracing import dispatch, trace
@@ -104,19 +104,8 @@ def route(
     - Every other call runs the original's forward pass, with deltatune's backward pass for its gradient.
     - Off Metal, where the original loops over tokens, prompts count as training.
 
-    Args:
-        upstream: The original function.
-        arrays: q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], a, b, A_log and dt_bias, in this order.
-        state: [B, Hv, Dv, Dk], or None for zeros.
-        mask: [B, T] booleans, or None.
-        use_kernel: The original's argument: models pass False in training.
-        options: Arguments of the gates that this version has: `lower_bound`, `allow_neg_eigval`.
-
-    Returns:
-        The outputs y [B, T, Hv, Dv] and the final state.
-
-    Raises:
-        ValueError: A state is given while documents are packed, and not by a piece of the same row (ops/pieces.py).
+    `arrays` are q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], a, b, A_log and dt_bias, and `options` those of the gates. A
+    state [B, Hv, Dv, Dk] beside packed documents raises ValueError, unless a piece of the same row hands it on.
     """
     use_kernel = use_kernel and (not native.loops() or arrays[0].shape[1] < PROMPT_TOKENS)
     told = trace.current()
@@ -206,14 +195,7 @@ def gated_delta_loop(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Run mlx-lm's own loop over tokens, which no patch changes. Arguments and result are those of `gated_delta`.
-
-    Raises:
-        ValueError: Segments are given, which the loop does not support.
-
-    Source:
-        gated_delta_ops in mlx_lm/models/gated_delta.py.
-    """
+    """Run mlx-lm's own loop over tokens (gated_delta_ops), which no patch changes, in place of `gated_delta`."""
     if segments is not None:
         raise ValueError("gated_delta_loop: mlx-lm's loop does not support segments; leave them out.")
     from mlx_lm.models.gated_delta import gated_delta_ops

@@ -214,12 +214,10 @@ def plain_norm(size: int) -> Build:
 
 
 def alike(*arrays: Callable[[], mx.array], call: Callable[..., Any] | None = None, definition: Any = None) -> Check:
-    """Build a check that compares a function with its replacement.
+    """Build a check that compares a function with its replacement on `arrays`, which are made for it.
 
-    Args:
-        arrays: Make the arguments.
-        call: Calls a function with the arrays; by default they are all its arguments.
-        definition: Is compared in place of a replacement that leaves such a call to upstream.
+    They are all arguments unless `call` calls the function with them. `definition` is compared in place of a
+    replacement that leaves such a call to upstream.
     """
     how = call or (lambda function, *arguments: function(*arguments))
 
@@ -240,13 +238,10 @@ def same_layer(
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     gradient: bool = True,
 ) -> Check:
-    """Build a check that compares a layer's method with its replacement, in training.
+    """Build a check that compares a layer's method with its replacement in training, within the context of `inside`.
 
-    Args:
-        inputs: Make the arguments after `self`.
-        build: Makes a layer of the class.
-        inside: Makes the context in which the replacement serves.
-        gradient: Whether gradients are compared too: of the inputs and of all parameters.
+    `inputs` make the arguments after `self`, and `build` a layer of the class. Gradients are those of the inputs and of
+    all parameters.
     """
 
     def check(upstream: Function, ours: Function) -> str | None:

@@ -19,11 +19,8 @@ from .whole_rows import whole_rows
 class Serving:
     """The implementations of a model's layers in training, by the layer's path; "" where upstream's own code serves.
 
-    Attributes:
-        delta: The implementation of gated_delta, for each gated-delta mixer.
-        attention: The implementation of attention, for each decoder layer that attends.
-        experts: The code that serves the experts, for each decoder layer that has them.
-        linear: The implementation of linear_attention, for each mixer of Mamba-2.
+    Those of gated_delta and of linear_attention are listed by mixer, those of attention and of experts by decoder
+    layer.
     """
 
     delta: dict[str, str] = field(default_factory=dict)
@@ -41,10 +38,8 @@ class Serving:
 def serving(model: nn.Module, rows: int = 1) -> Serving:
     """Trace `model` on two tokens and see which of its layers call a patched function, and their implementations.
 
-    Args:
-        model: A model with gated-delta layers or mixers of Mamba-2, which can be called with tokens [rows, 2] and no
-            image. Nothing is evaluated. Nothing is asked of a model without such layers.
-        rows: The rows of a batch, by which kernels are chosen: those that are tried for it then serve the batch.
+    Nothing is evaluated, and nothing is asked of a model without gated-delta layers or mixers of Mamba-2. Kernels that
+    are tried for so many rows of a batch serve the batch.
     """
     mixers, others = gated_delta_layers(model), state_space_layers(model)
     if not (mixers or others):

@@ -14,11 +14,11 @@ import mlx.nn as nn
 from ..lora.convert import adapters
 from ..options.config import TrainConfig
 from ..train.setup import Run, load_model, prepare
-from ..train.tree import leaves
+from ..train.tree import nbytes
 from ..train.updates.optimizer import build_optimizer
 from .screen import size
 
-#: Returns the peak, in bytes, of the run's step with another model or other options.
+#: Returns the peak of the run's step, in bytes, with another model or other options.
 Planned = Callable[[nn.Module, TrainConfig], int]
 
 # The optimizers that have a form with moments of 8 bits.
@@ -37,11 +37,8 @@ class _Change(NamedTuple):
 def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
     """Return one sentence on 8-bit moments and a lower rank for experts, or nothing where they would hardly help.
 
-    Args:
-        run: The run, its model prepared.
-        peak: The planned peak of the step, in bytes.
-        over: How much of that is too much; less than 1 where it fits.
-        planned: Plans the same step anew. It is called twice at most.
+    `over` bytes of the step's planned `peak` are too much; it is less than 1 where the step fits. `planned` is called
+    twice at most.
     """
     config = run.config
     if config.resume:
@@ -60,7 +57,7 @@ def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
             said.append(f"{ranks.words} {'another ' if said else 'takes '}{_at_least(before - left)} less")
     if not said:
         return ""
-    taken = 2 * _bytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
+    taken = 2 * nbytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
     what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
     end = "" if over < 1 else "; it fits then" if peak - left >= over else "; that alone is not enough"
     return f"{what}, their gradients and moments take {size(taken)}: {', '.join(said)}{end}."
@@ -92,7 +89,7 @@ def _lower_rank_of_experts(model: nn.Module, config: TrainConfig, over: int, lea
     if len(holders) != 1 or len(ranks) != 1 or chosen or config.resume_adapter_file is not None:
         return None
     (rank,) = ranks
-    numbers, of_experts = (_bytes(tree) for tree in (model.trainable_parameters(), [*map(_factors, experts.values())]))
+    numbers, of_experts = (nbytes(tree) for tree in (model.trainable_parameters(), [*map(_factors, experts.values())]))
     # Factors, their gradients, and their share of the moments.
     held = 2 * of_experts + _moments(model, config) * of_experts // numbers
     halves = [rank >> times for times in range(1, rank.bit_length())]
@@ -113,11 +110,7 @@ def _moments(model: nn.Module, config: TrainConfig) -> int:
     """Return the bytes of the optimizer's state for the trainable parameters; nothing is computed."""
     optimizer = build_optimizer(config)
     optimizer.init(model.trainable_parameters())
-    return _bytes(optimizer.state)
-
-
-def _bytes(tree: object) -> int:
-    return sum(array.nbytes for _, array in leaves(tree))
+    return nbytes(optimizer.state)
 
 
 def _at_least(count: int) -> str:

@@ -21,11 +21,9 @@ _MOST = (1024, 8192, 8192)
 
 @dataclass(frozen=True)
 class Products:
-    """The matrix products of a step.
+    """The matrix products of a step: multiplications and additions, without those of kernels of our own.
 
-    Args:
-        operations: Multiplications and additions of all of them. Kernels of our own are not counted.
-        largest: Rows, summed length and columns of the product that most of the operations are in; None without one.
+    `largest` are rows, summed length and columns of the product that most of the operations are in.
     """
 
     operations: int = 0
@@ -49,14 +47,9 @@ def products(order: Iterable[Node], times: Iterable[int] = repeat(1)) -> Product
 
 
 def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) -> float:
-    """Return how many operations a second a matrix product does, at its best within so many seconds.
+    """Return how many operations a second a product of these rows, summed length and columns does at its best.
 
-    A product that is larger than any need be is measured on a part of its size.
-
-    Args:
-        shape: Rows, summed length and columns.
-        dtype: Of the matrices.
-        seconds: For how long it is measured.
+    It is measured for so many seconds, and on a part of a size that is larger than need be.
     """
     rows, inner, columns = map(min, shape, _MOST)
     x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))

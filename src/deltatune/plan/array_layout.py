@@ -113,11 +113,7 @@ class ArrayLayout:
 
     @classmethod
     def measured(cls) -> ArrayLayout:
-        """Measure the layout of the MLX that is loaded.
-
-        Raises:
-            LayoutError: This MLX stores its arrays in another way; the message names the difference.
-        """
+        """Measure the layout of the MLX that is loaded; a LayoutError names the difference where it is another one."""
         read = reader()
         layout = cls(read, *_measure(read))
         _verify(layout)
@@ -158,7 +154,7 @@ class ArrayLayout:
     def small_vector(self, primitive: int, offset: int, item: str = "i") -> tuple[int, ...]:
         """The integers of the MLX SmallVector that lies `offset` bytes into a primitive.
 
-        item: the struct format of one integer, "i" (32 bits) for shapes and "q" (64 bits) for strides.
+        `item` is their struct format: "i" (32 bits) for shapes and "q" (64 bits) for strides.
         """
         begin, end = words(self.read(primitive + offset + 8, 16))
         size = struct.calcsize(item)

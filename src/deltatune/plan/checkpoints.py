@@ -28,14 +28,7 @@ _PLANS = 5
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of layers to recompute in the backward pass.
-
-    Args:
-        checkpoints: The layers, and whether cheap operators of the others are.
-        again: How many layers are recomputed.
-        of: How many layers the backward pass reaches.
-        forecast: The step with these checkpoints.
-    """
+    """A choice to recompute `again` layers `of` those that the backward pass reaches, and the step with it."""
 
     checkpoints: Checkpoints
     again: int
@@ -51,11 +44,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Order:
-    """The layers of a model in the order in which they are checkpointed.
+    """The positions of layers in the order in which they are checkpointed.
 
-    Args:
-        frozen: Positions of layers that the backward pass does not reach. To checkpoint them costs nothing.
-        reached: Positions of the others, the first to be checkpointed first.
+    The backward pass does not reach the `frozen` ones, which cost nothing.
     """
 
     frozen: list[int]
@@ -88,13 +79,8 @@ def choose(
     """Choose the fewest layers with which at most SHARE of the device's memory is taken; all if none do.
 
     No layer and no operator are tried first, then the cheap operators of all layers, then layers besides. If these
-    layers are enough without the operators, as where few layers are kept of a long row, no operators are chosen.
-
-    Args:
-        attempt: Plans the step with these checkpoints.
-        order: Which layers to checkpoint first.
-        limits: The limits of the device.
-        operators: Whether cheap operators may be chosen.
+    layers are enough without the operators, as where few layers are kept of a long row, no operators are chosen; nor
+    are they without `operators`. `attempt` plans the step with these checkpoints.
     """
     most = None if limits.bytes is None else int(SHARE * limits.bytes)
     limits = replace(limits, bytes=most)

@@ -28,9 +28,7 @@ ROOM = 1.1
 class Brake:
     """From how many bytes on MLX waits for the work that it has queued for an NVIDIA GPU, which keeps its inputs.
 
-    Args:
-        most: It waits from here on in any case.
-        free: It never waits below.
+    It waits from `most` on in any case, and never below `free`.
     """
 
     most: int
@@ -43,13 +41,9 @@ class Brake:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """The limits of a device.
+    """How many buffers and bytes may live at once on a device, and where these limits come from, in words.
 
-    Args:
-        buffers: How many buffers may live at once; None where the device has no such limit.
-        bytes: How many bytes may live at once; None where that is not known.
-        why_buffers: Where the limit of buffers comes from, in words.
-        why_bytes: Where the limit of bytes comes from, in words.
+    None stands for a device without a limit, and for one that is not known.
     """
 
     buffers: int | None

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from functools import cache
 from typing import NamedTuple
 
 import mlx.nn as nn
+import numpy as np
 
 from ..layers import LayerInfo, describe
 from ..ops.recomputation import Checkpoints
@@ -45,12 +46,8 @@ class StepPlace(NamedTuple):
 class FewLayers(NamedTuple):
     """A choice of a model's layers that stand for all of them.
 
-    Attributes:
-        kinds: The kind of each layer of the model.
-        chosen: The positions of the layers that are kept.
-        gradients: The gradients of one layer, by kind.
-        recomputed: The checkpoints of the whole model.
-        shortened: Whether loops over a long row are traced without most of their turns.
+    `kinds` has one of each layer of the model, and `chosen` the positions of those that are kept. `gradients` are those
+    of one layer, by kind. `shortened` loops over a long row are traced without most of their turns.
     """
 
     kinds: list[int]
@@ -102,10 +99,6 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     """Choose layers of every kind, the last of the kind of the model's last layer.
 
     A model may give its layers masks by their positions, so the kept layers have mixers in the order of its first ones.
-
-    Args:
-        model: The model, prepared for training.
-        checkpoints: Which of its layers are recomputed.
     """
     layers = describe(model)
     signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
@@ -169,21 +162,18 @@ def serves(few: FewLayers, places: Sequence[StepPlace]) -> bool:
 
 
 def of_all_layers(
-    few: FewLayers, places: Sequence[StepPlace], machine: Simulation, unqueued: Simulation, left_out: Amount
+    few: FewLayers, places: Sequence[StepPlace], machine: Simulation, left_out: Amount
 ) -> dict[StepPlace, Amount]:
     """Return the largest amounts of memory by their places, as they are with all layers.
 
-    Args:
-        few: The kept layers.
-        places: The places of the primitives of their step.
-        machine: The simulated step.
-        unqueued: The simulated step, each operation waiting for the one before.
-        left_out: What the layers left out hold at any time: weights, sums of gradients, moments.
+    `places` are those of the primitives of the few layers' step. The layers left out hold `left_out` at any time:
+    weights, sums of gradients, moments.
     """
-    saved, left = _saved(few, places, unqueued), _left(few, places, unqueued)
+    saved, left = _saved(few, places, machine), _left(few, places, machine)
 
+    @cache
     def offset(place: StepPlace, layer: int) -> Amount:
-        """The memory of the layers left out while the model is at `layer` and the few at `place`."""
+        """The memory of the layers left out while the model is at `layer` and the few at `place` or near it."""
         before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
         total = left_out
@@ -199,7 +189,7 @@ def of_all_layers(
     for place, amount in peaks(places, machine).items():
         for layer in layers[place.layer] if place.phase in (_FORWARD, _BACKWARD) else [0]:
             whole = place._replace(layer=layer)
-            largest[whole] = amount.plus(offset(place, layer))
+            largest[whole] = amount.plus(offset(place._replace(parameter=""), layer))
     return largest
 
 
@@ -256,46 +246,52 @@ def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPl
 
 def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
     """Return the largest amounts at every place."""
-    sizes, counts = [0] * (len(places) + 2), [0] * (len(places) + 2)
-    for record in machine.records.values():
-        end = len(places) if record.died is None else record.died
-        for changes, amount in ((sizes, record.buffer.size), (counts, 1)):
-            changes[record.buffer.born] += amount
-            changes[end + 1] -= amount
+    count, made = len(places), machine.made
+    born = [buffer.born for buffer in made]
+    after = [1 + (count if buffer.died is None else buffer.died) for buffer in made]
+    sizes = np.array([buffer.size for buffer in made], np.int64)
+    starts = [at for at in range(count) if at == 0 or places[at] is not places[at - 1]]
+    tops = []
+    for amounts in (sizes, np.ones_like(sizes)):
+        changes = np.zeros(count + 2, np.int64)
+        np.add.at(changes, born, amounts)
+        np.subtract.at(changes, after, amounts)
+        tops.append(np.maximum.reduceat(changes.cumsum()[:count], starts).tolist())
     largest: dict[StepPlace, Amount] = {}
-    for place, size, count in zip(places, accumulate(sizes), accumulate(counts), strict=False):
-        before = largest.get(place, Amount(0, 0))
-        largest[place] = Amount(max(before.bytes, size), max(before.buffers, count))
+    for start, size, number in zip(starts, *tops, strict=True):
+        before = largest.get(places[start], Amount(0, 0))
+        largest[places[start]] = Amount(max(before.bytes, size), max(before.buffers, number))
     return largest
 
 
-def _saved(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
+def _saved(few: FewLayers, places: Sequence[StepPlace], machine: Simulation) -> dict[int, Amount]:
     """The memory of a layer of each kind when the backward pass begins, its input included."""
     turn = next(at for at, place in enumerate(places) if place.phase == _BACKWARD)
-    return _of_kinds(few.kept, _held_by_layers(places, unqueued, turn))
+    return _of_kinds(few.kept, _held_by_layers(places, machine, turn))
 
 
-def _left(few: FewLayers, places: Sequence[StepPlace], unqueued: Simulation) -> dict[int, Amount]:
+def _left(few: FewLayers, places: Sequence[StepPlace], machine: Simulation) -> dict[int, Amount]:
     """The memory of a layer of each kind after its backward pass: gradients, and tensors that late ones wait for."""
     lowest = min(place.layer for place in places if place.phase == _BACKWARD)
     end = next(at for at, place in enumerate(places) if place.phase == _BACKWARD and place.layer == lowest)
-    held = _held_by_layers(places, unqueued, end)
+    held = _held_by_layers(places, machine, end)
     # The layer above the last one may not have ended.
     far = {at: amount for at, amount in held.items() if at > lowest + 1}
     return few.gradients | _of_kinds(few.kept, far)
 
 
-def _held_by_layers(places: Sequence[StepPlace], unqueued: Simulation, moment: int) -> dict[int, Amount]:
-    """The memory of the layers at a moment, by their positions."""
+def _held_by_layers(places: Sequence[StepPlace], machine: Simulation, moment: int) -> dict[int, Amount]:
+    """The memory of the layers at a moment, by their positions, without that of queued operations."""
     held = {place.layer: Amount(0, 0) for place in places if place.phase == _FORWARD and place.layer >= 0}
-    for record in unqueued.records.values():
-        if record.buffer.kind == "given" or record.buffer.born >= moment or (record.died or moment) < moment:
+    for buffer in machine.made:
+        last = buffer.reads[-1] if buffer.reads else buffer.born
+        if buffer.kind == "given" or buffer.born >= moment or (last < moment and buffer.died is not None):
             continue
         # A layer's input was made by the one before, and read last by the layer itself.
-        forward = [at for at in (record.buffer.born, *record.reads) if places[at].phase == _FORWARD]
-        place = places[max(forward, default=record.buffer.born)]
+        forward = [at for at in (buffer.born, *buffer.reads) if places[at].phase == _FORWARD]
+        place = places[max(forward, default=buffer.born)]
         if place.phase in (_FORWARD, _BACKWARD) and place.layer >= 0:
-            held[place.layer] = held[place.layer].plus(Amount(record.buffer.size, 1))
+            held[place.layer] = held[place.layer].plus(Amount(buffer.size, 1))
     return held
 
 

@@ -25,7 +25,7 @@ from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.saved import state
 from ..train.setup import Run, load_model, prepare, ready
-from ..train.tree import leaves
+from ..train.tree import nbytes
 from . import screen
 from .advice import advice
 from .array_layout import ArrayLayout, LayoutError
@@ -46,13 +46,7 @@ _MOST_RANK = 256
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans steps of a run.
-
-    Attributes:
-        run: The run, its model prepared.
-        layout: How the loaded MLX stores its arrays.
-        brake: From how many bytes on MLX waits for queued work; None where it does not.
-    """
+    """Plans steps of a run, the model of which is prepared."""
 
     run: Run
     layout: ArrayLayout
@@ -70,15 +64,9 @@ class Planner:
         model: nn.Module | None = None,
         layer_inputs: InputsPlace | None = None,
     ) -> Forecast:
-        """Forecast a step of so many rows of so many tokens.
+        """Forecast a step of so many rows of so many tokens, as Steps.forecast() does.
 
-        Args:
-            rows: The rows of the batch.
-            length: The tokens of a row.
-            checkpoints: As in forecast_step().
-            config: The options in the place of the run's.
-            model: The model in the place of the run's.
-            layer_inputs: As in forecast_step().
+        `config` and `model` stand in the place of the run's.
         """
         config = config or self.run.config
         batch = batch_shape(config, rows, length, self.run.splits)
@@ -116,16 +104,9 @@ def examine(
 ) -> RunForecast:
     """Plan the run that `config` describes, and search for the largest batch, length and rank that fit.
 
-    The weights are not read from the disk.
-
-    Args:
-        config: The run.
-        limits: The limits to plan for; those of MLX's default device where None.
-        shown: The screen, which gets each finding as soon as it is known.
-        advise: Whether to advise on smaller adapters and moments where the run fits, too.
-
-    Raises:
-        UserError: The graphs of this MLX cannot be read, or the run cannot be set up.
+    The weights are not read from the disk. `limits` are those of MLX's default device by default, and `advise` asks for
+    advice on smaller adapters and moments where the run fits, too. UserError where the graphs of this MLX cannot be
+    read, or the run cannot be set up.
     """
     try:
         layout = ArrayLayout.measured()
@@ -191,11 +172,7 @@ def _without_tokens(plan: Forecast) -> Forecast:
 def check(run: Run) -> Bounds:
     """Check that a run fits the device before it starts, and choose its checkpoints if `grad_checkpoint` is auto.
 
-    Args:
-        run: The run, its model prepared. With its option `force`, one that does not fit is only reported.
-
-    Raises:
-        UserError: The run does not fit; the message names changes with which it fits.
+    A UserError on one that does not fit names changes with which it does; with the option `force` it is only reported.
     """
     limits = device_limits()
     try:
@@ -320,17 +297,13 @@ def _from_disk(planner: Planner, limits: DeviceLimits) -> str:
     hundredths = limits.bytes * 100 // scale
     room = hundredths * scale // 100
     layers = [layer.module for layer in describe(run.model)]
-    frozen = [_bytes(layer.parameters()) - _bytes(layer.trainable_parameters()) for layer in layers]
+    frozen = [nbytes(layer.parameters()) - nbytes(layer.trainable_parameters()) for layer in layers]
     plan = dataclasses.replace(planner, brake=None).at(*shape(run), planner.every_layer, layer_inputs="memory")
     too_many = limits.buffers is not None and plan.buffers.amount > limits.buffers
     if too_many or left_on_disk(plan.bytes.amount, frozen, room, least=1) is None:
         return ""
     amount = f"{hundredths / 100:g}{unit}"
     return f" As it is, it fits with --memory {amount}, which leaves layers on the disk and reads them in every pass."
-
-
-def _bytes(tree: Any) -> int:
-    return sum(array.nbytes for _, array in leaves(tree))
 
 
 def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> BatchShape:

@@ -32,18 +32,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of one step of `rows` rows of `length` tokens.
+    """The forecast of one step of `rows` rows of `length` tokens, padding included, with adapters of a rank.
 
     Args:
-        rows: Rows of the batch.
-        length: Tokens of a row, padding included.
-        rank: The rank of the LoRA adapters.
         buffers: The peak of live buffers.
         bytes: The peak of live bytes.
         counts: How many arrays are parameters, gradients and moments; the peak of buffers includes them.
         sizes: Bytes of parameters, gradients and moments; the peak of bytes includes them.
         unknown: How many primitives of the step have no rule in primitives.py, by kind.
-        products: The matrix products of the step.
+        products: The matrix products of a step by layers.
         layer_inputs: Bytes of layers' inputs that a step by layers keeps between its passes.
         memory_limit: The bytes from which on MLX waits for queued work in this step; None where it does not.
     """
@@ -92,13 +89,7 @@ def forecast_step(
 
 
 class Steps:
-    """Forecasts training steps of a model; nothing is evaluated and the model is left unchanged.
-
-    Args:
-        model: The model, with its adapters.
-        config: The run.
-        layout: How the loaded MLX stores its arrays.
-    """
+    """Forecasts training steps of a model with its adapters; nothing is evaluated and the model is left unchanged."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, layout: ArrayLayout):
         self.model, self.config, self._layout = model, config, layout
@@ -160,14 +151,13 @@ class Steps:
                 model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
             )
             machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
-            unqueued = simulate_step(built, layout, 0)
             tower = simulate_tower(built, layout)
-            places = places_of(built, unqueued.evaluated, model)
+            places = places_of(built, machines[0].evaluated, model)
         reached = len(paths) - lowest_layer(model, paths)
         left_out = of_all.held.plus(of_few.held, -1)
 
         def whole(machine: Simulation) -> dict[StepPlace, Amount]:
-            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, unqueued, left_out)
+            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, left_out)
 
         if not few.all and not serves(few, places):
             return self._planned(shape, few.every, layer_inputs, brake)
@@ -175,7 +165,8 @@ class Steps:
         (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
         amount, limit, where = most.bytes, None, largest.words(paths)
         if brake is not None:
-            least = max(held.bytes for held in whole(unqueued).values())
+            # Each operation waits for the one before.
+            least = max(held.bytes for held in whole(simulate_step(built, layout, 0)).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
         if tower is not None and (alone := tower.bytes + left_out.bytes) > amount:
@@ -188,7 +179,7 @@ class Steps:
             Moment(int(amount), where),
             of_all.counts,
             of_all.sizes,
-            without_rule(unqueued.evaluated),
+            without_rule(machines[0].evaluated),
             self._products(shape, few, layer_inputs) if layer_inputs else Products(),
             built.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
             limit,

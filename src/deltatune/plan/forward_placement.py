@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from ..machine.compiling import without_kernels
 from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.generate import begun, cache_bytes, embedded, on_stream_of_answers
 from ..models.head import PIECE, before_head, of_piece, split_head
+from ..models.load import locate
 from ..models.vision.frozen_tower import frozen_tower
 from ..models.vision.split import has_vision
 from ..ops.functional import undisturbed
@@ -27,9 +29,10 @@ from ..train.by_layer.store import Store
 from ..train.evaluation.evaluate import evaluating, inferring
 from ..train.evaluation.inference import Prompt
 from ..train.setup import Run, training
-from ..train.tree import leaves
+from ..train.tree import nbytes
 from .array_layout import ArrayLayout
 from .device_limits import brake
+from .fit import Planner, shape
 from .placement import Placement, PlannedPass, chosen, refusing_layouts
 from .traced_layers import noted_calls, noted_passes, nothing_started
 from .traced_step import blank_arrays, blank_batch, simulate_forward
@@ -38,12 +41,7 @@ from .traced_step import blank_arrays, blank_batch, simulate_forward
 def placed_evaluation(run: Run, stored: Store) -> Placement:
     """Choose which layers stay on the disk while `run.splits.test` is evaluated. Nothing is read.
 
-    Args:
-        run: A run that was loaded lazily, with the adapter if there is one.
-        stored: The store of its model's weights.
-
-    Raises:
-        UserError: `run.config.memory` is too little.
+    The run was loaded lazily, with the adapter if there is one. UserError where `run.config.memory` is too little.
     """
     config = run.config
     model = run.model
@@ -67,18 +65,41 @@ def placed_evaluation(run: Run, stored: Store) -> Placement:
     return chosen(model, stored, memory, planned)
 
 
+def placed_teacher(run: Run) -> tuple[Placement, list[str]]:
+    """Prepare a run of distillation, and choose which layers of its teacher stay on the disk; nothing is read.
+
+    The model that trains stays in memory. Returned beside the places are the lines to print from the preparation. A
+    UserError says that `run.config.memory` is too little.
+    """
+    config, teacher = run.config, run.teacher
+    assert config.memory is not None
+    assert teacher is not None
+    stored = Store(locate(config.teacher), teacher, trust_remote_code=config.trust_remote_code)
+    stored.find(teacher)
+    lines = run.prepare()
+    rows, length = shape(run)
+    with refusing_layouts():
+        without_it = Planner(run, ArrayLayout.measured()).at(rows, length).bytes.amount
+        with without_kernels(), patched(), undisturbed(teacher), nothing_started():
+            backbone = split_head(teacher, compare=False).backbone
+            assert backbone is not None
+
+            def peak(bound: int | None) -> int:
+                with _noted(teacher, by_layers=bound is None) as noted:
+                    noted.append([backbone(mx.zeros((rows, length), mx.int32))])
+                    of_pass = _peak(teacher, noted, None if bound is None else bound - without_it)
+                    return without_it + of_pass
+
+            smaller = "a smaller --batch-size or --max-seq-length"
+            planned = _planned(teacher, config.memory, peak, (rows, length), smaller)
+    placement = chosen(teacher, stored, config.memory, planned)
+    return dataclasses.replace(placement, model=" of the teacher"), lines
+
+
 def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, max_tokens: int) -> Placement:
-    """Choose which layers stay on the disk while a model answers a prompt. Nothing is read.
+    """Choose which layers of a lazily loaded model stay on the disk while it answers a prompt. Nothing is read.
 
-    Args:
-        model: A model that was loaded lazily, with its adapter.
-        stored: The store of its weights.
-        memory: The memory limit, in bytes.
-        prompt: The prompt.
-        max_tokens: The largest number of tokens in the answer.
-
-    Raises:
-        UserError: `memory` is too little.
+    UserError where `memory`, in bytes, is too little.
     """
     tokens = len(prompt.tokens)
     decoder = model["language_model"] if has_vision(model) else model
@@ -99,17 +120,10 @@ def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, 
 
 
 def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length: int) -> Placement:
-    """Choose which layers stay on the disk while a model answers tasks of lm-eval. Nothing is read.
+    """Choose which layers of a lazily loaded model stay on the disk while it answers tasks of lm-eval.
 
-    Args:
-        model: A model that was loaded lazily, with its adapter.
-        stored: The store of its weights.
-        memory: The memory limit, in bytes.
-        rows: The number of texts scored, or of prompts answered, at once.
-        length: The largest number of tokens of one, the answer's included.
-
-    Raises:
-        UserError: `memory` is too little.
+    `rows` texts are scored, or prompts answered, at once; `length` counts the most tokens of one, the answer's
+    included. Nothing is read. UserError where `memory`, in bytes, is too little.
     """
     with refusing_layouts(), without_kernels(), patched():
 
@@ -175,13 +189,8 @@ def _planned(
 ) -> PlannedPass:
     """Plan a pass as a whole, as it is computed where it fits, and else by layers.
 
-    Args:
-        model: The model.
-        memory: The memory limit, in bytes.
-        peak: Returns the peak of the pass with all weights in memory, as a whole within so many bytes, or by layers.
-        tokens: Rows, and tokens of a row.
-        smaller: A change that would take less memory, in words.
+    `peak` returns the bytes of the pass with all weights in memory, as a whole within so many bytes, or by layers.
     """
-    if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory and (whole := peak(memory)) <= memory:
+    if nbytes(model.parameters()) <= memory and (whole := peak(memory)) <= memory:
         return PlannedPass(whole, tokens, smaller)
     return PlannedPass(peak(None), tokens, smaller, whole=False)

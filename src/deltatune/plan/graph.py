@@ -40,7 +40,7 @@ class Node:
 def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[int]) -> list[Node]:
     """The nodes of `outputs`, linked to everything that they are computed from.
 
-    leaves: addresses of arrays that count as values, although they may have a primitive.
+    Arrays at the addresses of `leaves` count as values, although they may have a primitive.
     """
     nodes: dict[int, Node] = {}
     starts = [layout.address(array) for array in outputs]
@@ -71,10 +71,6 @@ def evaluation_order(outputs: Sequence[Node], width: int) -> list[Node]:
 
     MLX puts a primitive on a tape after its last consumer, breadth first, and depth first where more than `width`
     are waiting. It then runs the tape backwards.
-
-    Args:
-        outputs: The nodes that are evaluated.
-        width: The value of MLX_BFS_MAX_WIDTH, 20 unless it is set.
 
     Source: eval_impl in mlx/transforms.cpp.
     """

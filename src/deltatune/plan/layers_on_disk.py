@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 
 def held(peak: int, layers: Sequence[int], streamed: Sequence[int]) -> int:
-    """Return the peak of a step that holds two of the layers on the disk at a time.
+    """Return the peak of a step that holds two of the `streamed` layers at a time.
 
-    Args:
-        peak: The peak with all weights in memory.
-        layers: The bytes of each layer's frozen weights.
-        streamed: The positions of the layers on the disk.
+    `peak` is that with all weights in memory, and `layers` has the bytes of each layer's frozen weights.
     """
     sizes = sorted(layers[at] for at in streamed)
     return peak - sum(sizes) + sum(sizes[-2:])

@@ -31,7 +31,7 @@ from ..train.by_layer.store import Store, cached
 from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.setup import Run
-from ..train.tree import array_places, leaves
+from ..train.tree import array_places, leaves, nbytes
 from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout, LayoutError
@@ -61,6 +61,7 @@ class Placement:
         inputs_on_host: Whether they go to the host's memory, not to the disk.
         features: The limit of cached features of a frozen vision tower: in `memory`, or in the host's beside a GPU.
         stored: The store of the weights.
+        model: The model of the layers, in words behind these; empty for the one that trains.
     """
 
     memory: int
@@ -77,6 +78,7 @@ class Placement:
     inputs_on_host: bool = False
     features: int = 0
     stored: Store | None = None
+    model: str = ""
 
     @property
     def on_disk(self) -> int:
@@ -110,6 +112,11 @@ class Placement:
 
     def bounds(self, run: Run) -> Bounds:
         """Read the weights that stay in memory; return the lines to print, the store of the others, and limits."""
+        if run.teacher is not None:
+            mx.eval(run.model.parameters())
+            teacher = self.of(run.teacher)
+            limit = self.limit() + (0 if teacher is None else teacher.on_host)
+            return Bounds(self.said(), memory_limit=limit, teacher=teacher)
         weights = self.of(run.model, Path(run.config.adapter_path) / f"{INPUTS}_{run.world.rank}")
         return Bounds(self.said(), None, self._brake(), self.features, weights)
 
@@ -149,7 +156,7 @@ class Placement:
             return [Fact("memory", f"{text}; all weights stay in memory{features}")]
         memory = (
             f"{size(self.bytes)} planned of {size(self.memory)} (--memory); {self.shape}; {len(self.streamed)} of "
-            f"{len(self.layers)} layers, {size(self.on_disk)}, stay "
+            f"{len(self.layers)} layers{self.model}, {size(self.on_disk)}, stay "
         )
         inputs = f"; layer inputs, {size(self.inputs)}, go to " if self.inputs else ""
         if inputs:
@@ -202,14 +209,8 @@ class TooLittleMemoryError(UserError):
 def placed(run: Run) -> tuple[Placement, list[str]]:
     """Prepare a run that was loaded lazily, and choose which of its layers stay on the disk. Nothing is read.
 
-    Args:
-        run: The run.
-
-    Returns:
-        Where the weights are, and the lines to print from the preparation of the run.
-
-    Raises:
-        UserError: The run cannot be computed by layers, or `memory` is too small for it.
+    The lines to print come from the preparation. UserError where the run cannot be computed by layers, or `memory` is
+    too small for it.
     """
     config, model = run.config, run.model
     memory = config.memory
@@ -222,7 +223,7 @@ def placed(run: Run) -> tuple[Placement, list[str]]:
         planner = Planner(run, ArrayLayout.measured())
         fits = False
         # A model that stays in memory as a whole is not computed by layers, and holds more at a time.
-        if sum(array.nbytes for _, array in leaves(model.parameters())) <= memory:
+        if nbytes(model.parameters()) <= memory:
             limit = brake(memory)
             waits = None if limit is None else Brake(limit, limit)
             plan = dataclasses.replace(planner, brake=waits).at(rows, length)
@@ -289,13 +290,10 @@ def refusing_layouts() -> Iterator[None]:
 
 
 class PlannedPass(NamedTuple):
-    """The plan of one pass.
+    """The plan of one pass: the peak with all weights in memory, in bytes, of rows of so many tokens.
 
-    Attributes:
-        peak: The peak with all weights in memory, in bytes.
-        tokens: Rows, and tokens of a row.
-        smaller: A change that would take less memory, in words.
-        whole: Whether all layers are computed at once, so that all may stay in memory.
+    `smaller` is a change that would take less memory, in words. If all layers are computed as a `whole`, all may stay
+    in memory.
     """
 
     peak: int
@@ -305,18 +303,10 @@ class PlannedPass(NamedTuple):
 
 
 def chosen(model: nn.Module, stored: Store, memory: int, planned: PlannedPass, ranks: int = 1) -> Placement:
-    """Choose which layers stay on the disk.
+    """Choose which layers stay on the disk within `memory` bytes, where so many ranks hold weights on one host.
 
-    Args:
-        model: The model.
-        stored: The store of its weights.
-        memory: The memory limit, in bytes.
-        planned: The plan of one pass.
-        ranks: How many processes hold weights on the host, at most.
-
-    Raises:
-        TooLittleMemoryError: It is too little with all layers but two on the disk.
-        UserError: It is more than the device has.
+    TooLittleMemoryError where it is too little with all layers but two on the disk, UserError where it is more than the
+    device has.
     """
     layers = describe(model)
     sizes = tuple(

@@ -28,6 +28,7 @@ from ..train.saved.outputs import Outputs
 from ..train.saving import kept_choices
 from ..train.setup import Run, ready
 from .fit import check, examine
+from .forward_placement import placed_teacher
 from .placement import Placement, placed
 from .screen import PlanLines
 from .search import RunForecast
@@ -77,7 +78,7 @@ class PlannedRun(Run):
         places: Placement | None = None
         if bounded:
             with _announced(screen):
-                places, lines = placed(run)
+                places, lines = placed(run) if run.teacher is None else placed_teacher(run)
         else:
             lines = run.prepare()
         for line in lines:

@@ -9,8 +9,9 @@ import mlx.nn as nn
 from ..data.batches.order import BatchOrder
 from ..data.batches.stream_order import StreamOrder
 from ..machine.compiling import without_kernels
-from ..models.batch_decoder import ROWS, has_row_caches
+from ..models.batch_decoder import ROWS
 from ..models.generate import begun, cache_bytes
+from ..models.generated_answers import can_be_joined
 from ..options.config import TrainConfig
 from ..patches import patched
 from ..train.evaluation.evaluate import inferring
@@ -30,15 +31,10 @@ def with_sampling(
 ) -> Forecast:
     """Return the forecast of a run's largest moment, which may be the sampling of its answers before a step.
 
-    It is an estimate from above: the caches of all rows at full length, with the copies of a step.
-
-    Args:
-        forecast: The forecast of the step.
-        model: The model, with its adapters.
-        config: The options of the run.
-        packed: The batches of the data, where several prompts stand in a row of them.
+    It is an estimate from above: the caches of all rows at full length, with the copies of a step. `packed` are the
+    batches of data with several prompts in a row.
     """
-    if not config.samples_answers or not has_row_caches(model):
+    if not config.samples_answers or not can_be_joined(model):
         return forecast
     rows, length = forecast.rows * config.grad_accumulation_steps, forecast.length
     if packed is not None:

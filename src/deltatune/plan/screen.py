@@ -19,9 +19,7 @@ from .search import Largest, RunForecast, fits
 class PlanLines:
     """Says a plan in plain lines, for a pipe or a file: its answer first, and earlier facts behind it.
 
-    Args:
-        say: Takes one or more lines.
-        verbose: Whether to say where in the model the peak is.
+    `say` takes one or more lines. If `verbose`, they say where in the model the peak is.
     """
 
     def __init__(self, say: Callable[[str], object], verbose: bool = False):
@@ -48,10 +46,6 @@ class PlanPanel:
     """Shows a plan on a terminal: a line with the answer above a panel, both of which change as more is known.
 
     It is used in a `with` block. A terminal that cannot redraw its lines gets them at the end of it.
-
-    Args:
-        console: The terminal.
-        verbose: Whether to show where in the model the peak is.
     """
 
     def __init__(self, console: Console, verbose: bool = False):

@@ -21,12 +21,7 @@ def fits(plan: Forecast, limits: DeviceLimits) -> bool:
 
 @dataclass(frozen=True)
 class Largest:
-    """Outcome of a search for the largest value that fits.
-
-    Args:
-        value: The largest value with a plan that fits, 0 where there is none.
-        more: Whether larger values than were searched may fit.
-    """
+    """The largest value with a plan that fits, 0 where there is none, and whether more than was searched may fit."""
 
     value: int
     more: bool
@@ -62,13 +57,8 @@ def largest(
     Memory grows with the value, so the next one tried is where the parabola through the plans meets the limit. The
     search ends within 2 % of a value that does not fit, or of that place once a plan was foreseen within 1 %.
 
-    Args:
-        attempt: Makes the plan for a value.
-        limits: The limits to stay within.
-        known: Plans that exist already, by value. Those that are made here are added.
-        values: The values that may be tried, from the smallest on.
-        fixed: The memory of any value, as a plan for the value 0 would have it.
-        plans: The most plans that are made.
+    `known` are plans that exist already, by value, to which those that `attempt` makes are added, so many at most.
+    `fixed` is the memory of any value, as a plan for the value 0 would have it.
     """
     step, most, foreseen = values.step, values[-1] if values else 0, False
     if not most or (fixed is not None and not fits(fixed, limits)):

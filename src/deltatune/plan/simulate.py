@@ -21,12 +21,9 @@ TASKS_AHEAD = 10
 class Pace:
     """How a device groups queued operations into tasks, and how it rounds buffers.
 
-    Args:
-        operations: A task ends after this many operations.
-        elements: A task also ends after its operations have read this many elements; None for no such limit.
-        page: Bytes of a page; larger buffers are rounded up to whole pages.
-        releases: Whether releasing an operation's inputs counts as an operation.
-        reads_once: Whether a buffer that several operations of a task read counts once.
+    A task ends after so many operations, or after these have read so many elements. Buffers above a page are rounded up
+    to whole pages of so many bytes. `releases` counts the release of an operation's inputs as an operation, and
+    `reads_once` a buffer that several operations of a task read once.
     """
 
     operations: int
@@ -62,23 +59,11 @@ class Amount(NamedTuple):
         return Amount(self.bytes + times * other.bytes, self.buffers + times * other.buffers)
 
 
-@dataclass
-class Record:
-    """One buffer of the run; `died` counts the primitives before it was freed, None where it outlives the run.
-
-    `reads` counts the primitives before each one that read it, with that one.
-    """
-
-    buffer: Buffer
-    died: int | None = None
-    reads: list[int] = field(default_factory=list)
-
-
-@dataclass
+@dataclass(slots=True)
 class Queue:
     """A stream's queue. MLX allocates when it queues, and a queued operation holds its inputs until it has run."""
 
-    waiting: deque[list[Buffer] | None] = field(default_factory=deque)
+    waiting: deque[Sequence[Buffer] | None] = field(default_factory=deque)
     operations: int = 0
     elements: int = 0
     tasks: int = 0
@@ -89,13 +74,8 @@ class Simulation:
     """Follows buffers and arrays through one evaluation after another.
 
     The simulation assumes that MLX queues as far ahead as it may, so that queued operations hold their inputs as long
-    as possible. Real runs come close to this, since operations take longer than queueing them.
-
-    Args:
-        layout: How the loaded MLX stores its arrays.
-        pace: How the device groups operations into tasks.
-        brake: MLX's memory limit: while more bytes than these are alive, MLX waits for queued tasks. None for no limit.
-        queued: How many operations the first task has already.
+    as possible. Real runs come close to this, since operations take longer than queueing them. While more than `brake`
+    bytes are alive, MLX waits for queued tasks. The first task has `queued` operations already.
     """
 
     def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None, queued: int = 0):
@@ -105,15 +85,17 @@ class Simulation:
         # The most of them that lived at once.
         self.buffers = self.bytes = 0
         self.evaluated: list[Node] = []
-        self.records: dict[Buffer, Record] = {}
+        self.made: list[Buffer] = []
         self._holds: dict[int, int] = {}
         self._queue = Queue(operations=queued)
         self._temporaries: list[Buffer] = []
+        # How many operations the release of inputs is.
+        self._released = int(pace.releases)
 
     def add_leaves(self, leaves: Sequence[Node], shared_buffers: Sequence[Sequence[int]] = ()) -> None:
         """Add leaves, which stay alive until they are dropped.
 
-        shared_buffers: groups of addresses of leaves that share one buffer; the largest leaf of a group fills it.
+        Leaves at the addresses of one group of `shared_buffers` share a buffer, which the largest of them fills.
         """
         by_address = {leaf.address: leaf for leaf in leaves}
         for group in shared_buffers:
@@ -133,10 +115,7 @@ class Simulation:
         self._holds[leaf.address] = 1
 
     def evaluate(self, order: Sequence[Node], outputs: Sequence[Node], dropped: Iterable[int] = ()) -> None:
-        """Evaluate `outputs`, which stay alive, in the given order.
-
-        dropped: addresses of leaves that nothing but the graph refers to.
-        """
+        """Evaluate `outputs`, which stay alive, in an order; nothing but the graph refers to the `dropped` leaves."""
         for node in all_nodes(outputs):
             # Every output of a primitive holds its inputs.
             for source in node.inputs:
@@ -151,29 +130,31 @@ class Simulation:
         self._drain()
 
     def _evaluate(self, node: Node) -> None:
+        stored, queue = self.stored, self._queue
         self.evaluated.append(node)
-        queue = self._queue
-        inputs = [self.stored[source.address] for source in node.inputs]
+        now = len(self.evaluated)
+        inputs = [stored[source.address] for source in node.inputs]
         for one in inputs:
-            self.records[one.buffer].reads.append(len(self.evaluated))
-        outputs = node.outputs()
+            one.buffer.reads.append(now)
+        outputs = node.outputs() if node.siblings else [node]
         outputs_stored = run_primitive(self, node, inputs)
-        for output, stored in zip(outputs, outputs_stored, strict=True):
-            stored.buffer.references += 1
-            self.stored[output.address] = stored
-        written = self.stored[node.address].buffer
+        for output, made in zip(outputs, outputs_stored, strict=True):
+            made.buffer.references += 1
+            stored[output.address] = made
+        written = stored[node.address].buffer
         holding = inputs if len(outputs) == 1 else (*inputs, *outputs_stored)
         held = {id(one.buffer): one.buffer for one in holding if one.buffer is not written}
-        if node.kind not in VIEWS:
+        if self._pace.elements is not None and node.kind not in VIEWS:
             for one in inputs:
                 if not (self._pace.reads_once and one.buffer in queue.read):
                     queue.elements += one.data_size
                     queue.read.add(one.buffer)
-        self._push([*held.values(), *self._temporaries], int(self._pace.releases))
-        self._temporaries = []
-        if self._queue.tasks > TASKS_AHEAD:
+        self._push([*held.values(), *self._temporaries], self._released)
+        if self._temporaries:
+            self._temporaries = []
+        if queue.tasks > TASKS_AHEAD:
             self._run_one_task()
-        while self._brake is not None and self.live_bytes > self._brake and self._queue.tasks:
+        while self._brake is not None and self.live_bytes > self._brake and queue.tasks:
             self._end_task()
             self._run_one_task()
         for source in node.inputs * len(outputs):
@@ -188,11 +169,13 @@ class Simulation:
         if size > page:
             size = -(-size // page) * page
         buffer = Buffer(size, kind, now)
-        self.records[buffer] = Record(buffer)
+        self.made.append(buffer)
         self.live += 1
         self.live_bytes += size
-        self.buffers = max(self.buffers, self.live)
-        self.bytes = max(self.bytes, self.live_bytes)
+        if self.live > self.buffers:
+            self.buffers = self.live
+        if self.live_bytes > self.bytes:
+            self.bytes = self.live_bytes
         return buffer
 
     def is_donatable(self, node: Node) -> bool:
@@ -202,17 +185,18 @@ class Simulation:
     def queue(self, times: int = 1) -> None:
         """Count operations that are sent to the stream."""
         for _ in range(times):
-            self._push([], 1)
+            self._push((), 1)
 
     def hold(self, temporary: Buffer) -> None:
         """Hold a temporary buffer until the queued operations have run."""
         self._temporaries.append(temporary)
 
-    def _push(self, held: list[Buffer], operations: int) -> None:
-        for buffer in held:
-            buffer.references += 1
+    def _push(self, held: Sequence[Buffer], operations: int) -> None:
         queue, pace = self._queue, self._pace
-        queue.waiting.append(held)
+        if held:
+            for buffer in held:
+                buffer.references += 1
+            queue.waiting.append(held)
         queue.operations += operations
         if queue.operations >= pace.operations or (pace.elements is not None and queue.elements >= pace.elements):
             self._end_task()
@@ -244,7 +228,7 @@ class Simulation:
         if buffer.references == 0:
             self.live -= 1
             self.live_bytes -= buffer.size
-            self.records[buffer].died = len(self.evaluated)
+            buffer.died = len(self.evaluated)
 
     def _release_array(self, address: int) -> None:
         self._holds[address] -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .graph import Node
 
@@ -12,13 +12,16 @@ from .graph import Node
 class Buffer:
     """One allocation of `size` bytes by a primitive of `kind`.
 
-    `born` counts the primitives evaluated before; `references` counts the arrays and queued operations that hold it.
+    `born` counts the primitives evaluated before, `reads` those before each one that read it, with that one, and `died`
+    those before it was freed, None where it outlives the run. Arrays and queued operations hold `references` to it.
     """
 
     size: int
     kind: str
     born: int
     references: int = 0
+    died: int | None = None
+    reads: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

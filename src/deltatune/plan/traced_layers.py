@@ -25,12 +25,7 @@ InputsPlace = Literal["memory", "disk"]
 class NotedInputs(LayerInputs):
     """Stands in for InputsOnDisk and InputsOnHost in a plan: notes their reads, and writes nothing.
 
-    Args:
-        note: Notes the results of an evaluation.
-        on_disk: Whether inputs go to the disk, or to the host's memory; they are only counted otherwise.
-
-    Attributes:
-        bytes: The bytes of inputs kept between the passes.
+    Inputs that do not leave the memory are only counted; `bytes` are those of inputs kept between the passes.
     """
 
     def __init__(self, note: Callable[..., None], *, on_disk: bool):
@@ -60,13 +55,7 @@ class NotedInputs(LayerInputs):
 
 
 class NotedPasses(NamedTuple):
-    """The trace of a step by layers.
-
-    Attributes:
-        passes: Its passes, which compute nothing; None for a step as a whole.
-        noted: The results of each evaluation, one after another; nothing is computed.
-        inputs: Keeps the inputs of layers.
-    """
+    """The passes of a step by layers, None for a step as a whole, and the results of each evaluation, not computed."""
 
     passes: LayerPasses | None
     noted: list[list[mx.array]]
@@ -77,10 +66,7 @@ class NotedPasses(NamedTuple):
 def noted_passes(model: nn.Module, trained: Training, layer_inputs: InputsPlace | None) -> Iterator[NotedPasses]:
     """Yield the passes of a step by layers, which note their evaluations. A step as a whole notes nothing.
 
-    Args:
-        model: The model, set up by setup.training(), with every layer checkpointed if the step is one by layers.
-        trained: The result of setup.training().
-        layer_inputs: The place of the inputs of layers between the passes; None for a step as a whole.
+    setup.training() has set the model up, with every layer checkpointed if the step is one by layers.
     """
     noted: list[list[mx.array]] = []
     note = _noting(noted)
@@ -96,12 +82,7 @@ def noted_passes(model: nn.Module, trained: Training, layer_inputs: InputsPlace 
 
 @contextmanager
 def noted_calls(layers: Sequence[nn.Module]) -> Iterator[list[list[mx.array]]]:
-    """Within the context, layers called one after another note their evaluations, in the yielded list, and compute
-    nothing.
-
-    Args:
-        layers: The layers of a model that answers prompts or tasks.
-    """
+    """Within the context, layers called one after another note their evaluations in the yielded list."""
     noted: list[list[mx.array]] = []
     with ResidentLayers(layers).calls(_noting(noted)).watched():
         yield noted
@@ -133,16 +114,10 @@ def _noting(noted: list[list[mx.array]]) -> Callable[..., None]:
 def parts_read(
     layout: ArrayLayout, noted: Sequence[Sequence[mx.array]], existing: set[int]
 ) -> tuple[list[list[Node]], list[list[int]]]:
-    """Read the graphs of evaluations that follow each other.
+    """Read the graphs of evaluations that follow each other, from arrays at `existing` addresses on.
 
-    Args:
-        layout: How the loaded MLX stores its arrays.
-        noted: The results of each evaluation.
-        existing: Addresses of the arrays that exist before the first of them.
-
-    Returns:
-        The outputs of each evaluation, which are its results and the nodes of its graph that later ones read; and for
-        each the addresses of earlier ones' nodes that neither it nor a later one reads.
+    Return the outputs of each evaluation, which are its results and the nodes of its graph that later ones read; and
+    for each the addresses of earlier ones' nodes that neither it nor a later one reads.
     """
     graphs: list[list[Node]] = []
     made_by: dict[int, tuple[int, Node]] = {}

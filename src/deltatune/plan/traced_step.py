@@ -17,6 +17,7 @@ from ..data import Batch
 from ..data.batches.batch import RolloutBatch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
+from ..models.head import split_head
 from ..models.vision.frozen_tower import FrozenTower
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
 from ..models.vision.split import vision_spec
@@ -26,6 +27,7 @@ from ..ops.tracing import trace
 from ..options.config import TrainConfig
 from ..train.batch_loss import Arrays, arrays
 from ..train.by_layer.layer_step import step_of
+from ..train.distillation.teacher import teacher_of
 from ..train.distributed import World
 from ..train.policy_gradient.policy_loss import needs_old
 from ..train.setup import Training, build_step, training
@@ -79,14 +81,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The shape of a batch: so many rows of so many tokens.
-
-    Attributes:
-        rows: The number of rows.
-        length: The tokens of a row.
-        images: The shapes of its images; None for text.
-        preferences: How many preferences it has; 0 where the loss reads none.
-    """
+    """The shape of a batch: so many rows of so many tokens, with images or preferences."""
 
     rows: int
     length: int
@@ -111,11 +106,19 @@ def blank_rollouts(rows: int, length: int, config: TrainConfig) -> RolloutBatch:
     """The arrays of sampled answers in a batch of this shape, of arbitrary content."""
     figures = np.ones((2, 1), np.float32)
     if config.loss == "distill":
-        return RolloutBatch(figures)
+        return RolloutBatch(figures, teacher=None if config.memory is None else _hidden(config, rows, length))
     ones = np.ones((rows, length), np.float32)
     old = ones if needs_old(config) else None
     reference = ones if config.beta else None
     return RolloutBatch(figures, ones, ones, ones[0, 0], old, reference)
+
+
+def _hidden(config: TrainConfig, rows: int, length: int) -> mx.array:
+    """The hidden states of a teacher that runs before the step."""
+    backbone = split_head(teacher_of(config), compare=False).backbone
+    assert backbone is not None
+    like = backbone(mx.zeros((1, 1), mx.int32))
+    return mx.zeros((rows, length, like.shape[-1]), like.dtype)
 
 
 class _Start(NamedTuple):
@@ -152,7 +155,8 @@ def _set_up(
         step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
         sums, moments = Sums(step.zeros(), mx.array(0.0), mx.array(0.0)), _leaves(optimizer.state)
         arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
-        arrays += [] if trained.teacher is None else _leaves(trained.teacher.state)
+        if trained.teacher is not None and config.memory is None:
+            arrays += _leaves(trained.teacher.state)
         yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
 
 
@@ -190,7 +194,7 @@ def trace_step(
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         existing_arrays, shared_buffers = start.arrays, start.shared_buffers
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
-        if config.samples_answers:
+        if config.samples_answers or (config.loss == "distill" and config.memory is not None):
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         with trace.having(shortened=shortened):

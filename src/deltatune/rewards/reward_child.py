@@ -22,16 +22,10 @@ _SHOWN = 2000
 class RewardChild:
     """The process of a reward function, which a request starts where it does not run.
 
-    Args:
-        name: The function's name in reports.
-        label: Its name in messages.
-        target: The file with the function, or the name of a built-in function.
-        argument: The name of the function in the file, or the text behind the built-in name.
-
-    Attributes:
-        waits: Whether a reply is to come.
-        reply: The last reply, as reward_process.py writes it, or {"error": how the process ended}.
-        row: The row that the function had read last, counted from 1; 0 where it had read none, or all.
+    `name` is the function's in reports and `label` in messages. `target` and `argument` are the file and the function
+    in it, or a built-in name and the text behind it. `waits` says whether a reply is to come; `reply` is the last one,
+    as reward_process.py writes it, or {"error": how the process ended}; `row` is the row that the function had read
+    last, counted from 1, and 0 where it had read none, or all.
     """
 
     def __init__(self, name: str, label: str, target: str, argument: str):

@@ -18,8 +18,7 @@ from .built_in import BUILT_IN, EXTRAS, built_in
 def named(text: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield the arguments of RewardChild for each function that a text of reward_funcs names.
 
-    Raises:
-        UserError: The text names none, a file or a program is missing, or a package is not installed.
+    A text that names none, a missing file or program, or a package that is not installed is a UserError.
     """
     head, _, behind = text.partition(":")
     if head in BUILT_IN:

@@ -54,10 +54,7 @@ class _Rows(list[Any]):
 def main(target: str, argument: str, shared: str) -> None:
     """Answer requests with a reward function, which the first of them loads.
 
-    Args:
-        target: The file, or the name of a built-in function.
-        argument: The name of the function in the file, or the text behind the built-in name.
-        shared: The descriptor of the file that holds the request.
+    `target` and `argument` are those of RewardChild, and `shared` is the descriptor of the file that holds the request.
     """
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -29,25 +29,10 @@ class RewardError(UserError):
 
 
 class Rewards:
-    """The reward functions of a run, each in a process of its own.
+    """The reward functions of a run, each in a process of its own, loaded at once: one that cannot be is a UserError.
 
-    Making it loads all functions, so that a file that cannot be loaded is refused at once.
-
-    Args:
-        config: The options reward_funcs, reward_weights, reward_timeout and reward_errors.
-        report: Is called with texts for the user: failures that do not stop, and output of the functions.
-
-    Attributes:
-        names: The names of the functions, which differ from one another.
-        weights: Their factors in float64, [functions].
-
-    Raises:
-        UserError: There is no function, one cannot be loaded, or the weights are not as many.
-
-    Example:
-        >>> with Rewards(TrainConfig(reward_funcs=["exact"])) as rewards:
-        ...     rewards(["2 + 2 =", "2 + 2 ="], [" 4", " 5"], {"answer": ["4", "4"]})
-        array([[1., 0.]])
+    `report` is called with texts for the user: failures that do not stop, and output of the functions. `names` differ
+    from one another; `weights` are their factors in float64, [functions].
     """
 
     def __init__(self, config: TrainConfig, report: Callable[[str], object] = say):
@@ -80,21 +65,12 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         check: Callable[[], object] = lambda: None,
     ) -> np.ndarray:
-        """Return the rewards of completions.
+        """Return the rewards of completions in float64, [functions, completions]; NaN stands for None.
 
-        Args:
-            prompts: A prompt a completion: text, or a list of messages.
-            completions: The completions: texts, or lists of messages where the prompts are such.
-            columns: The further columns of the data by name, a value a completion; completion_ids, the tokens of each
-                completion, among them.
-            check: Is called twenty times a second while rewards are awaited; an exception leaves the call.
-
-        Returns:
-            The rewards in float64, [functions, completions]; NaN stands for None.
-
-        Raises:
-            RewardError: A function raised, took too long, ended, or returned something else than rewards.
-            UserError: A function asks for a column that the data do not have.
+        There is a prompt a completion: text, or a list of messages, as completions then are. `columns` are those of the
+        data by name, a value a completion, with completion_ids, the tokens of each. `check` is called twenty times a
+        second; an exception leaves the call. A function that raised, took too long, ended, or returned no rewards is a
+        RewardError where reward_errors stops the run; one that asks for a column which the data lack, a UserError.
         """
         values = {**columns, "prompts": list(prompts), "completions": list(completions)}
         # A value that JSON lacks, such as a date in Parquet data, is handed over as text.

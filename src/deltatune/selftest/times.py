@@ -14,9 +14,8 @@ import numpy as np
 from ..errors import first_line
 from ..machine import backend
 from ..ops.gated_delta import gated_delta, native
-from ..ops.gated_delta.call import Call
 from ..ops.gated_delta.choice import OPERATOR
-from ..ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, draw_floats
+from ..ops.gated_delta.trial_case import SLOW_TOKENS, Call, ShapeClass, draw_floats
 from ..ops.gated_delta.workloads import Workload, truth_of
 from ..ops.operator import candidates
 from ..patches.recurrence import gated_delta_loop

@@ -129,8 +129,7 @@ class Iterations:
         parts = self.parts
         if isinstance(order, RolloutOrder):
             return RewardEvaluation(order.sampler, parts.config, parts.world)
-        about = trained.figures, trained.passes, trained.layers, parts.weights
-        return Evaluation(parts.model, trained.loss, parts.world, *about)
+        return Evaluation(parts.model, trained, parts.world, parts.weights)
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
@@ -292,7 +291,7 @@ class Iterations:
     def _next_batch(self) -> Batch:
         """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
         try:
-            return next(self.state.order)
+            return self._trained.taught(next(self.state.order))
         except UserError as error:
             self._ending.in_order()
             self._saving.save_last_update()

@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
+from ..models.batch_decoder import has_row_caches
 from ..models.load import Loaded
 from ..models.vision.frozen_tower import CACHE_BYTES
 from ..models.vision.split import has_vision
@@ -34,6 +35,7 @@ from ..options.config import TrainConfig
 from ..rewards import Rewards
 from .by_layer.layer_step import by_layers, step_of
 from .by_layer.store import Store
+from .by_layer.streamed_teacher import streamed_teacher
 from .distributed import World
 from .ending.early_end import Ending
 from .engine import EarlyEngine, Engine, starts_early
@@ -74,6 +76,7 @@ class Bounds:
         feature_bytes: The main memory that cached features of images may take; None for none where layers stay on the
             disk, and for 1 GiB elsewhere.
         weights: The store of the layers' weights; None where all of them stay in memory.
+        teacher: The same of a teacher's layers.
     """
 
     said: Sequence[Fact | str] = ()
@@ -81,6 +84,7 @@ class Bounds:
     memory_limit: int | None = None
     feature_bytes: int | None = None
     weights: Store | None = None
+    teacher: Store | None = None
 
 
 class Trainer:
@@ -156,7 +160,7 @@ class Trainer:
         on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
-        self._facts = content.facts(model, config, model_config, weights)
+        self._facts = content.facts(model, config, model_config, weights, self._bounds.teacher)
         self._identity = state.fingerprint(config, model=config.model, **self._facts)
         self.model = model
         self.config = config
@@ -194,7 +198,7 @@ class Trainer:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
             StoppedError: After Ctrl-C or SIGTERM, with the state saved.
         """
-        parts, weights = self.parts, self.parts.weights
+        parts, weights = self.parts, self.parts.weights or self._bounds.teacher
         with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
             result = self._trained()
             if weights is not None:
@@ -227,14 +231,17 @@ class Trainer:
                 feature_bytes = CACHE_BYTES if whole else 0
             layers = by_layers(model, config, trained, parts.weights, ending.between_layers, feature_bytes)
             trained = stack.enter_context(layers)
+            trained = stack.enter_context(streamed_teacher(trained, self._bounds.teacher))
             order = self._order(trained, ending)
             trained = dataclasses.replace(trained, figures=trained.figures + order.figures)
             self._announce(trained, chosen)
             model.train()
             stack.enter_context(_wired())
             freed_memory = FreedMemory(config.clear_cache_threshold, self._bounds.memory_limit)
-            # A step by layers is computed when it returns, and batches of sampled answers depend on the update before.
-            early = whole and not config.samples_answers and starts_early(model, config, parts.world)
+            # A step by layers is computed when it returns, batches of sampled answers depend on the update before, and
+            # a teacher's layers are read before a batch.
+            waits = not whole or config.samples_answers or self._bounds.teacher is not None
+            early = not waits and starts_early(model, config, parts.world)
             launcher = stack.enter_context(Launcher()) if early else None
             kind = step_of(trained.passes, StepMachine(launcher, feature_bytes))
             step = build_step(model, self._optimizer, trained.loss, config, parts.world, kind)
@@ -265,6 +272,10 @@ class Trainer:
         data, config = self._train_order, self.config
         if not config.samples_answers:
             return PeekableOrder(data)
+        if not has_row_caches(self.model):
+            self.parts.screen.say(
+                "Sampling: by mlx-lm's BatchGenerator, since the attention has caches of other kinds."
+            )
         losses = trained.token_losses
         return sampled_order(self._answering, config, data, losses, self._rewards, ending, self.parts.world)
 

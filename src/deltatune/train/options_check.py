@@ -29,11 +29,8 @@ _LARGEST_USUAL = 0.1
 def check_options(config: TrainConfig) -> list[str]:
     """Check the optimizer, the loss and the number of updates, as far as possible without a model and data.
 
-    Returns:
-        Notes on settings that are possible, and hardly meant.
-
-    Raises:
-        UserError: A setting is unknown, wrong or not read, or the run would make no update.
+    Return notes on settings that are possible, and hardly meant. UserError where a setting is unknown, wrong or not
+    read, or the run would make no update.
     """
     refuse_unread(TRAINING, changed_options(config), config, Facts())
     optimizer = build_optimizer(config)
@@ -58,11 +55,7 @@ def check_options(config: TrainConfig) -> list[str]:
 
 
 def check_updates(config: TrainConfig) -> None:
-    """Check that a run makes an update that can change something; `config.iters` is final.
-
-    Raises:
-        UserError: It makes none, or a single one at a learning rate of 0.
-    """
+    """Raise a UserError on a run that makes no update, or a single one at a learning rate of 0; its iters are final."""
     accumulated, iterations = config.grad_accumulation_steps, config.iters
     if iterations < accumulated:
         raise UserError(
@@ -87,10 +80,8 @@ def check_trainable(model: nn.Module, config: TrainConfig) -> None:
     """Compare the trainable parameters of a model with the options.
 
     The kind of training is compared always; the choice of modules, the ranks, scales, dropout and start of adapters
-    where their options are not at the defaults, which leave them to convert_to_lora.
-
-    Raises:
-        UserError: The model trains something else.
+    where their options are not at the defaults, which leave them to convert_to_lora. UserError where the model trains
+    something else.
     """
     kind = config.fine_tune_type
     by_path = adapters(model)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx.optimizers
 from mlx.utils import tree_map
 
-from ..data import BatchOrder, Splits
+from ..data import Batch, BatchOrder, Splits
 from ..data.batches.order import AnsweredOrder
 from ..data.batches.packing import row_capacity
 from ..data.batches.stream_order import StreamedSplits, StreamOrder
@@ -64,10 +64,6 @@ class Run:
     """A run with its model and data loaded.
 
     Attributes:
-        config: The options of the run.
-        loaded: The model with its tokenizer.
-        splits: The examples.
-        world: The ranks of the run.
         image: Where the first image or video of the data is; None if the data are text only.
         notes: Notes on known faults of the model that the rows reach.
         teacher: The model that the loss imitates, where it imitates one.
@@ -108,16 +104,10 @@ class Run:
 def ready(
     config: TrainConfig, *, world: World | None = None, lazy: bool = False, adapter_path: str | None = None
 ) -> Run:
-    """Load the model and the examples that `config` names.
+    """Load the model, with an adapter if its folder is given, and the examples that `config` names.
 
-    Args:
-        config: The options of the run.
-        world: The ranks that train together; those of the launcher by default.
-        lazy: Whether weights stay on the disk, or undrawn, until they are used; an adapter is then left to the caller.
-        adapter_path: The folder of an adapter to load into the model.
-
-    Raises:
-        UserError: For anything in the options, the model or the data that the user can correct.
+    `lazy` leaves weights on the disk, or undrawn, until they are used, and an adapter to the caller. UserError for
+    anything in the options, the model or the data that the user can correct.
     """
     if config.train:
         check_options(config)
@@ -290,12 +280,8 @@ def build_step(
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
     """Choose the loss: chunked over the vocabulary if the model can be split before its head, else over all logits.
 
-    Args:
-        model: The model.
-        compare: Whether the parts of the model are computed and compared with the whole.
-
-    Returns:
-        The loss, and a description of it for the user.
+    `compare` computes the parts of the model and compares them with the whole. A description of the loss for the user
+    is returned as well.
     """
     parts, kind = _parts(model, compare)
     return chunked_loss(*parts) if parts else full_loss(model), kind
@@ -312,51 +298,47 @@ def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str
     return (split.backbone, split.head), _CHUNKED
 
 
+def as_it_is(batch: Batch) -> Batch:
+    """Return a batch."""
+    return batch
+
+
 @dataclass(frozen=True)
 class Training:
-    """A model's set-up by training().
+    """A model's set-up by training(); `loss_kind` and `compiled` describe the loss and the compiled step in words.
 
     Attributes:
-        loss: The loss that is trained.
-        loss_kind: A description of the loss for the user.
-        layers: The model's layers.
-        patches: The patches that are applied.
-        compiled: How the step is compiled, in words.
         objective: The preference loss, or None for another one.
         token_losses: For a loss of preferences or rollouts, the tokens' losses.
         figures: The names of the figures that a loss reports besides its sums.
         passes: The passes of a step by layers (by_layer.layer_passes), where weights are not all in memory.
         teacher: The model that the loss imitates, where it imitates one.
+        taught: Returns a batch with the arrays that a teacher computes before the step.
     """
 
     loss: LossFunction
-    loss_kind: str
-    layers: list[LayerInfo]
-    patches: PatchReport
-    compiled: str
+    loss_kind: str = ""
+    layers: list[LayerInfo] = field(default_factory=list)
+    patches: PatchReport = field(default_factory=PatchReport)
+    compiled: str = ""
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
     figures: tuple[str, ...] = ()
     passes: Any = None
     teacher: nn.Module | None = None
+    taught: Callable[[Batch], Batch] = as_it_is
 
 
 @contextlib.contextmanager
 def training(
     model: nn.Module, config: TrainConfig, *, compare: bool = True, checkpoints: Checkpoints | None = None
 ) -> Iterator[Training]:
-    """Set `model` up for training inside the `with` block: patched, and checkpointed if `config` says so.
+    """Set a trainable model up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
-    Args:
-        model: The model, made trainable.
-        config: The options of the run.
-        compare: Whether to check by computing that the model's parts agree with the whole, and that packed documents do
-            not influence each other.
-        checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names.
-
-    Raises:
-        UserError: If upstream's code runs where results depend on deltatune's, unless `config.force`; if packed
-            documents influence each other in this model; or if no plan has chosen for auto.
+    `compare` checks by computing that the model's parts agree with the whole, and that packed documents do not
+    influence each other. `checkpoints` stand in the place of those that `config.grad_checkpoint` names. UserError where
+    upstream's code runs and results depend on deltatune's, unless `config.force`; where packed documents influence each
+    other in this model; or where no plan has chosen for auto.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -393,6 +375,8 @@ def with_loss(
     parts, kind = _parts(model, compare)
     if config.loss == "distill":
         teacher = teacher_of(config)
+        # A comparison reads all weights of the teacher, some of which `memory` leaves on the disk.
+        compare = compare and config.memory is None
         loss = distillation_loss(_needed(parts, kind, config), teacher, config, compare=compare)
         words = f"divergence from {config.teacher}, {kind}"
         return Training(loss, words, layers, patches, compiled, teacher=teacher)

@@ -19,6 +19,11 @@ def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     return tree_flatten(tree)  # type: ignore[return-value]
 
 
+def nbytes(tree: Any) -> int:
+    """Return the bytes of all arrays of a tree."""
+    return sum(array.nbytes for _, array in leaves(tree))
+
+
 @dataclass
 class Place:
     """Where a tree holds an array: an entry of a dict (as a module is), or of a list."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deltatune.data.datasets import load_datasets
-from deltatune.data.rows.sources import JsonLines, hugging_face_streams
+from deltatune.data.rows.sources import JsonLines, hugging_face
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.setup import training_order
@@ -140,7 +140,7 @@ def test_a_place_is_the_same_however_the_stream_was_read(folder, tmp_path):
 
 def parquet_stream(folder):
     place = folder / "parquet"
-    return hugging_face_streams(str(place if place.exists() else saved("parquet", folder)))["train"]
+    return hugging_face(str(place if place.exists() else saved("parquet", folder)), streaming=True)["train"]
 
 
 def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path):

@@ -6,7 +6,7 @@ import gzip
 import pytest
 
 from console import called
-from deltatune.data.rows.sources import hugging_face, hugging_face_streams
+from deltatune.data.rows.sources import hugging_face
 from deltatune.errors import UserError
 
 # Without a guess, "007" is no 7, "NA" no null and "true" no truth; an empty cell alone is null.
@@ -30,7 +30,7 @@ def test_cells_are_text(tmp_path, separator):
         # A row is named by its file, and counted as lines are.
         named = [(f"{tmp_path}/{name}.csv row {number}", row) for number, row in enumerate(READ, 1)]
         assert list(table.rows()) == named
-        assert hugging_face_streams(str(tmp_path))[name].read(None, 100)[0] == named
+        assert hugging_face(str(tmp_path), streaming=True)[name].read(None, 100)[0] == named
 
 
 def test_files_that_are_named_or_packed(tmp_path):

@@ -26,7 +26,7 @@ def said(*contents):
 
 
 def placed(messages, images=(), videos=()):
-    messages, _ = place_media(messages, {"image": list(images), "video": list(videos)}, "x:1")
+    messages, _ = place_media(messages, {"images": list(images), "videos": list(videos)}, "x:1")
     contents = [message["content"] for message in messages]
     return [
         content if isinstance(content, str) else "".join(part.get("text", f"[{part['type']}]") for part in content)

@@ -1,4 +1,4 @@
-"""Fixtures that run an implementation on a case and measure its errors against float64."""
+"""Fixtures that run an implementation on a case, and the recurrence in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from beside import load
 from deltatune.ops.gated_delta import float64 as oracle
 from deltatune.ops.gated_delta import gated_delta_chunk, gated_delta_naive
-from deltatune.ops.operator.measure import relative_norm
 from poison import poison
 
 cases = load(Path(__file__).with_name("cases.py"))
@@ -73,35 +72,6 @@ def run() -> Callable:
         return results
 
     return differentiate
-
-
-@pytest.fixture
-def errors() -> Callable[[dict, dict], dict[str, float]]:
-    """Return errors(results, expected) -> by name, the largest error relative to the largest expected element."""
-
-    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
-        measured = {}
-        for name, reference in expected.items():
-            result = np.array(results[name].astype(mx.float32), dtype=np.float64)
-            assert result.shape == reference.shape, name
-            assert np.isfinite(result).all(), name
-            error, largest = np.abs(result - reference).max(), np.abs(reference).max()
-            # Where the truth is zero throughout, only zero is right.
-            measured[name] = error / largest if largest > 0 else (np.inf if error > 0 else 0.0)
-        return measured
-
-    return relative
-
-
-@pytest.fixture
-def norms() -> Callable[[dict, dict], dict[str, float]]:
-    """Return norms(results, expected) -> by name, the norm of the error relative to that of the expected array."""
-
-    def relative(results: dict[str, mx.array], expected: dict[str, np.ndarray]) -> dict[str, float]:
-        wide = {name: np.array(results[name].astype(mx.float32), dtype=np.float64) for name in expected}
-        return {name: relative_norm(wide[name], exact) for name, exact in expected.items()}
-
-    return relative
 
 
 @pytest.fixture

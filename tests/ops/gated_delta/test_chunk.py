@@ -218,23 +218,28 @@ def test_packed_documents_get_the_gradients_they_get_alone(per_channel, erases, 
             assert difference <= 2e-6 * mx.abs(expected[name]).max().item(), (name, index)
 
 
-def _peak(length: int, per_channel: bool, erases: bool, peak_bytes) -> int:
-    """Return the peak of bytes beyond the inputs while every gradient is computed, for 4 heads of 128 in fp32."""
+def _peak(length: int, per_channel: bool, erases: bool, peak_bytes, dtype: mx.Dtype = mx.float32) -> int:
+    """Return the peak of bytes beyond the inputs while every gradient is computed by mx.compile, for 4 heads of 128."""
     shape = (1, length, 4, 128)
-    q, k, v, dy = (mx.random.normal(shape, key=mx.random.key(n)) for n in range(4))
+    q, k, v, dy = (mx.random.normal(shape, dtype, key=mx.random.key(n)) for n in range(4))
     k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
     log_g = mx.full(shape if per_channel else shape[:3], -0.1)
     arguments = [q, k, v, log_g, *([mx.full(shape[:3], 0.5)] if erases else [])]
     chunk = gated_delta_chunk if erases else partial(gated_delta_chunk, beta=None)
     mx.eval(arguments, dy)
-    return peak_bytes(lambda: mx.grad(lambda a: (chunk(*a)[0] * dy).sum())(arguments))
+    gradients = mx.compile(mx.grad(lambda a, dy: (chunk(*a)[0] * dy).sum()))
+    return peak_bytes(lambda: gradients(arguments, dy))
 
 
 @pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU holds")
-def test_memory_of_the_backward_pass(per_channel, erases, peak_bytes):
-    """Saved states and returned gradients grow with the sequence; the working space of a group does not."""
-    short, long = (_peak(length, per_channel, erases, peak_bytes) for length in (1024, 3072))
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
+def test_memory_of_the_backward_pass(per_channel, erases, peak_bytes, dtype):
+    """Saved states and returned gradients grow with the sequence; the working space of a group does not.
+
+    Copies in fp32 of a group's 16-bit inputs are not kept from the forward to the backward pass.
+    """
+    short, long = (_peak(length, per_channel, erases, peak_bytes, dtype) for length in (1024, 3072))
     results = 4 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
     states = 4 * 4 * 128 * 128 / 64
     per_head = 8 * 4 * 4  # gates, betas and their gradients

@@ -230,7 +230,7 @@ DEFECTS_WITH_MANY_HEADS = {
         "  const auto start = [&](int n) {\n    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);\n",
         "  const auto start = [&](int n) {\n",
     ),
-    "a state read before it is there": ("    mbarrier_wait(barriers.state(), n);\n", ""),
+    "a state read before it is there": ("    mbarrier_wait(barriers.state(0), n);\n", ""),
     "u read before it is there": DEFECTS["u read before it is there"],
     "R written in place of what others read": ("  named_barrier<128, 1>();\n", ""),
     "a product that is not waited for": (

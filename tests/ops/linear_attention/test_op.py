@@ -11,7 +11,7 @@ import pytest
 
 from deltatune import linear_attention
 from deltatune.errors import UserError
-from deltatune.ops.gated_delta.call import Call
+from deltatune.ops.gated_delta.trial_case import Call
 from deltatune.ops.linear_attention.choice import MODELS, OPERATOR, SMALL
 from deltatune.ops.operator import candidates
 from deltatune.ops.operator.case import judged

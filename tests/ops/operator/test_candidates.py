@@ -14,8 +14,7 @@ from deltatune.machine import backend
 from deltatune.ops.attention import attention_blocked, choice, trial_case
 from deltatune.ops.attention.trial_case import AttentionCall
 from deltatune.ops.gated_delta import choice as gated_delta_choice
-from deltatune.ops.gated_delta.call import Call
-from deltatune.ops.gated_delta.trial_case import ShapeClass
+from deltatune.ops.gated_delta.trial_case import Call, ShapeClass
 from deltatune.ops.operator import candidates, rankings, timing, verdicts
 from deltatune.ops.operator.operator import Candidate
 

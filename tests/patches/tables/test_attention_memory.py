@@ -19,7 +19,7 @@ from deltatune.plan.traced_step import blank_batch
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluation.evaluate import Evaluation
-from deltatune.train.setup import prepare
+from deltatune.train.setup import Training, prepare
 
 pytestmark = [
     pytest.mark.any_blas,
@@ -134,7 +134,7 @@ def test_a_validation(tiny_model, growth):
 
     def of_length(length: int) -> Callable[[], object]:
         batch = blank_batch(1, length, False)
-        evaluation = Evaluation(model, full_loss(model), World())
+        evaluation = Evaluation(model, Training(full_loss(model)), World())
         order = SimpleNamespace(batches_per_epoch=1, epoch=lambda: [batch])
         return lambda: mx.array(evaluation(order))
 

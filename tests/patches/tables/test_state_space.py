@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
 
 from deltatune.errors import UserError
 from deltatune.layers import describe, is_state_space
@@ -23,6 +24,7 @@ from deltatune.options.config import LoraConfig
 from deltatune.patches import patched, served
 from deltatune.patches.recurrence import OURS, UPSTREAM, reset
 from deltatune.patches.tables import state_space
+from transformers_saves import recorded_save
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False}
@@ -67,6 +69,8 @@ MAMBA2 = {
     "time_step_rank": 4,
 }
 MODELS = {"nemotron_h": NEMOTRON, "mamba2": MAMBA2}
+# Further families, of which the repository has a recorded checkpoint.
+SAVED = ("falcon_h1", "bailing_moe_linear")
 # The mixers of each model.
 MIXERS = {"nemotron_h": 2, "mamba2": 2}
 
@@ -135,15 +139,20 @@ def test_mixers_carry_their_state_between_pieces():
     assert [layer.kind for layer in layers] == ["mamba", "other", "mamba", "attention", "other"]
     with patched(model):
         carried = carries(model, layers)
-    assert [carry.states for carry in carried] == [2, 0, 2, None, 0]
+    assert [(carry.states, carry.attends) for carry in carried] == [(2, 0), (0, 0), (2, 0), (0, 1), (0, 0)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_pieces_have_the_gradients_of_whole_rows(name, monkeypatch):
-    """Every layer of both patterns is cut, MLP and experts too."""
-    model, tokens = made(name), tokens_of(1, 70)
+@pytest.mark.parametrize(
+    ("name", "packed"), [*((name, False) for name in (*MODELS, *SAVED)), *((name, True) for name in SAVED)]
+)
+def test_pieces_have_the_gradients_of_whole_rows(name, packed, monkeypatch, tmp_path):
+    """Every layer is cut: MLP and experts too, and those with a recurrence beside their attention."""
+    model = made(name) if name in MODELS else load_model(recorded_save(name, tmp_path / "saved"))[0]
+    tokens = tokens_of(1, 70)
     layers = describe(model)
-    with patched(model):
+    # A document begins within a piece, and one where a piece begins.
+    documents = mx.array([[0] * 20 + [1] * 14 + [2] * 36], mx.int32) if packed else None
+    with patched(model), segments(documents):
         expected = gradients(model, tokens)
         cuts = [LayerCut(TOKENS, (0, 33, 34, 70))] * len(layers)
         monkeypatch.setattr(checkpoint, "layer_cut", lambda x: cuts.pop())

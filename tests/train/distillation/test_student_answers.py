@@ -2,6 +2,7 @@
 
 import json
 
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from deltatune.data.example import Example
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.ending.interrupt import StoppedError
+from deltatune.train.options_check import check_options
 from deltatune.train.rollouts.answer_sampler import check_covered
 from killed_runs import same
 
@@ -153,10 +155,16 @@ def test_the_prompt_of_a_row_is_all_before_its_last_answer():
 
 
 @pytest.mark.bad_input("answers of a student that cannot be sampled")
-def test_a_student_that_the_engine_does_not_cover_is_named(other_model):
+def test_a_student_that_no_engine_covers_is_named():
     config = TrainConfig(loss="distill", teacher="t")
     with pytest.raises(UserError, match=r"loss: distill samples .* cannot yet: .* Give lmbda: 0 to learn from the"):
-        check_covered(other_model("recurrent_gemma"), config)
+        check_covered(nn.Linear(2, 2), config)
+
+
+@pytest.mark.bad_input("`--lmbda 0` with an option of sampled answers")
+def test_answers_of_the_data_read_no_option_of_sampling():
+    with pytest.raises(UserError, match=r"top_k: read only where the model samples answers: .* lmbda above 0, which"):
+        check_options(TrainConfig(loss="distill", teacher="t", lmbda=0, top_k=5))
 
 
 @pytest.mark.bad_input("`--lmbda` above 1, or with another loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import mlx.nn as nn
 import pytest
 
 from console import called, deltatune
@@ -26,6 +27,7 @@ WRONG = {
         {"pack": True, "sampler_correction": "sequence"},
         "pack: sampler_correction: sequence weighs whole answers",
     ),
+    "layers on the disk": ({"memory": 10**9}, "memory: read only without loss: grpo, since each sampled token would"),
     "a reference of full fine-tuning": (
         {"beta": 0.1, "fine_tune_type": "full"},
         "beta: the reference is the model without its adapter, and fine_tune_type: full trains them",
@@ -106,11 +108,9 @@ def test_prompts_of_every_format_with_their_columns(prompts_of):
 
 
 @pytest.mark.bad_input("a model of which answers cannot be sampled")
-def test_a_model_that_the_engine_does_not_cover_is_named(other_model):
-    with pytest.raises(
-        UserError, match=r"mlx_lm.models.recurrent_gemma.Model cannot yet: .* without windows or latent"
-    ):
-        check_covered(other_model("recurrent_gemma"), TrainConfig(loss="grpo"))
+def test_a_model_that_no_engine_covers_is_named():
+    with pytest.raises(UserError, match=r"layers.linear.Linear cannot yet: .* with caches that can be joined"):
+        check_covered(nn.Linear(2, 2), TrainConfig(loss="grpo"))
 
 
 @pytest.mark.bad_input("`eval` of a file with `loss: grpo`")

@@ -100,6 +100,17 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["sampling/outside"] == 0
 
 
+def test_a_model_with_latent_attention_is_sampled_by_mlx_lm(trainer_of, tiny_checkpoint, tmp_path, capsys):
+    model = tiny_checkpoint("kimi_linear", num_hidden_layers=4)
+    trainer_of(model=str(model), temperature=0.7, top_k=50, iters=2).run()
+    assert "Sampling: by mlx-lm's BatchGenerator" in " ".join(capsys.readouterr().out.split())
+    reports = [record for record in records(tmp_path / "out") if "reward" in record]
+    assert len(reports) == 2
+    for record in reports:
+        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+        assert record["sampling/outside"] == 0
+
+
 def test_each_report_shows_the_best_the_middle_and_the_worst_answer(trainer_of, tmp_path, capsys):
     rewards = Letters()
     trainer_of(rewards=rewards, iters=3, grad_accumulation_steps=3).run()

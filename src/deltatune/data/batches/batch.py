@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
 from ...models.vision.inputs import VisionBatch, VisionSpec
@@ -27,26 +28,28 @@ COARSE_SHAPES = 8
 class RolloutBatch:
     """The sampled answers of a batch of B rows of T positions. Numbers of other positions are 0.
 
-    Distillation reads the figures alone.
+    Distillation reads the figures and the teacher's hidden states alone.
 
     Args:
-        figures: float32 [2, F], sums of figures, and of how many numbers each is the sum.
+        figures: float32 [2, F], sums of figures, and of how many numbers each is the sum; None without figures.
         advantages: float32 [B, T], the advantage of the answer that each target is part of.
         sampled: float32 [B, T], the log-probability of each target when it was sampled.
         total: float32 [], the number by which the batch's sum of losses is divided; it counts dropped answers, too.
         old: float32 [B, T], the log-probability of each target in training before the first update; None for that of
             the present forward pass.
         reference: float32 [B, T], the log-probability under the reference model; None without one.
+        teacher: [B, T, E], the hidden states of a teacher; None where the step computes them.
     """
 
-    figures: np.ndarray
+    figures: np.ndarray | None = None
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
     total: np.ndarray | None = None
     old: np.ndarray | None = None
     reference: np.ndarray | None = None
+    teacher: mx.array | None = None
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, np.ndarray | mx.array]:
         """Return the arrays of a step, by name."""
         named = {name: getattr(self, name) for name in self.__slots__}
         return {name: array for name, array in named.items() if array is not None}

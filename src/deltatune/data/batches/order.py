@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -149,11 +149,7 @@ class BatchOrder:
         return {"epoch": self._epoch, "step": self._step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the place that `state()` returned.
-
-        Raises:
-            UserError: The state belongs to other data or other options.
-        """
+        """Continue from the place that `state()` returned; UserError where that belongs to other data or options."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 what = f"{name} was {state.get(name)!r} when the state was saved and is {value!r} now"
@@ -221,12 +217,7 @@ class BatchOrder:
 
 
 class AnsweredOrder(BatchOrder):
-    """A BatchOrder in which other answers may stand in the place of those of the examples.
-
-    Args:
-        of_order, options: The arguments of BatchOrder.
-        answer: The largest number of tokens of another answer.
-    """
+    """A BatchOrder in which other answers, of up to `answer` tokens, may stand in the place of the examples' own."""
 
     def __init__(self, *of_order: Any, answer: int, **options: Any):
         super().__init__(*of_order, **options)
@@ -252,10 +243,10 @@ class AnsweredOrder(BatchOrder):
         rows, width = self._batch_size // self._world, self._max_seq_length
         shared: list[Row] = [(at,) for at in range(len(documents))]
         if self._packed:
-            shared = pack([document.positions for document in documents], width)
-            while len(shared) > rows:
-                documents = documents[:-1]
-                shared = pack([document.positions for document in documents], width)
+            positions = [document.positions for document in documents]
+            counts = range(len(documents) + 1)
+            fitting = bisect_right(counts, rows, key=lambda count: len(pack(positions[:count], width))) - 1
+            shared = pack(positions[:fitting], width)
         filled = [[documents[at] for at in row] for row in shared]
         needed = max((sum(document.positions for document in row) for row in filled), default=1)
         return self._collated([*filled, *[[]] * (rows - len(filled))], self._bucket(needed))

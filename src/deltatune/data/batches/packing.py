@@ -14,28 +14,12 @@ def row_capacity(config: TrainConfig) -> int:
 
 
 def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Distribute documents over rows by best-fit decreasing.
+    """Distribute documents over rows by best-fit decreasing, and return the document numbers of each row.
 
     The longest document comes first, and each goes into the fullest row that still has room for it. Equal cases go to
     the lower number, so the result depends on the arguments alone. The number of rows is at most 11/9 of the smallest
-    possible number, plus a small constant.
-
-    Args:
-        positions: The number of positions of each document.
-        capacity: The largest number of positions in a row.
-
-    Returns:
-        The document numbers of each row.
-
-    Raises:
-        ValueError: A document is longer than `capacity`.
-
-    Source:
-        Johnson et al. 1974, doi:10.1137/0203025.
-
-    Example:
-        >>> pack([6, 7, 3], 10)
-        [(1, 2), (0,)]
+    possible number, plus a small constant (Johnson et al. 1974, doi:10.1137/0203025). A document of more positions than
+    `capacity` is a ValueError.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []

@@ -17,16 +17,11 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> None:
-    """Print the source, the token counts and the text of every document of a batch.
+    """Print the source, the token counts and the text of every document of a batch, by default to standard output.
 
     Text that counts in the loss is marked by colour where the terminal has colours, and by ⟦ ⟧ elsewhere. Special
     tokens are written out, and control characters are escaped, so that nothing in the data reaches the terminal as a
     command.
-
-    Args:
-        batch: The batch to print.
-        tokenizer: mlx-lm's TokenizerWrapper.
-        console: Where to print; None means standard output.
     """
     console = console or Console()
     # A dumb terminal has no styles at all.

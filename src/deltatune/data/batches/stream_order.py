@@ -21,13 +21,9 @@ Encode = Callable[[list[tuple[str, object]], str], list[Example]]
 
 @dataclass(frozen=True)
 class Window:
-    """The examples of some consecutive rows.
+    """The examples of `rows` consecutive rows, none where all rows were too long and left out.
 
-    Args:
-        examples: The examples. There are none where all rows were too long and left out.
-        place: Where its rows begin.
-        after: Where the next window begins; None, the beginning, after the last row.
-        rows: The number of its rows.
+    The rows begin at `place`, and the next window at `after`; None, the beginning, follows the last row.
     """
 
     examples: Sequence[Example]
@@ -38,12 +34,8 @@ class Window:
 
 @dataclass
 class ExampleStream:
-    """The training examples of a stream.
-
-    Args:
-        source: The rows.
-        encode: Turns rows, each with its name in messages, into examples.
-        rows: The number of rows of a window.
+    """The training examples of a stream: `encode` turns `rows` of its rows at a time, each with its name, into
+    examples.
     """
 
     source: JsonLines | StreamedDataset
@@ -51,11 +43,7 @@ class ExampleStream:
     rows: int
 
     def window(self, place: Place) -> Window:
-        """Read the window at a place.
-
-        Raises:
-            UserError: A row cannot be read or trained on.
-        """
+        """Read the window at a place; UserError where a row cannot be read or trained on."""
         rows, after = self.source.read(place, self.rows)
         if not rows and place is not None:
             # The data ended with the window before this one.
@@ -68,11 +56,8 @@ class ExampleStream:
 
 @dataclass(frozen=True)
 class StreamedSplits(Splits):
-    """The examples of a run with streamed training data; `train` has those of the first window.
-
-    Args:
-        stream: The training examples.
-        first: The first window, which is read already.
+    """The examples of a run with streamed training data; `train` has those of the `first` window, which is read
+    already.
     """
 
     stream: ExampleStream = field(kw_only=True)
@@ -82,14 +67,8 @@ class StreamedSplits(Splits):
 class StreamOrder:
     """An endless iterator of batches from a stream, one window after the other; the data starts again at its end.
 
-    A window's batches are those of a BatchOrder over its examples, so that rows are sorted by padded width, packed and
-    shared between ranks in the same way. Every rank reads the whole stream.
-
-    Args:
-        stream: The examples.
-        first: The first window, which is read already.
-        order: Makes the BatchOrder of a window's examples, for this rank.
-        max_seq_length: The largest number of positions in a row.
+    `order` makes the BatchOrder of a window's examples, for this rank, so that rows are sorted by padded width, packed
+    and shared between ranks in the same way. Every rank reads the whole stream.
     """
 
     def __init__(
@@ -155,11 +134,7 @@ class StreamOrder:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the place that `state()` returned.
-
-        Raises:
-            UserError: The rows at that place have changed.
-        """
+        """Continue from the place that `state()` returned; UserError where the rows there have changed."""
         window = self._window
         if (self._number, window.place) != (state["window"], state["place"]):
             window = self._stream.window(state["place"])

@@ -10,14 +10,11 @@ from .template_probes import REASONING, Messages, around_content, around_reasoni
 
 
 class AnswerParser:
-    """Turns the text of an answer into the message that the chat template would write so.
+    """Turns the text of an answer, asked for with these options, into the message that the chat template would write
+    so.
 
     A template opens reasoning itself or leaves that to the model, and writes the reasoning of earlier answers or drops
     it. So a history holds reasoning and content apart, each without the texts that the template writes around it.
-
-    Args:
-        tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
-        options: The variables of the template with which the answer was asked for.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):

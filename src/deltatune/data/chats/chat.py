@@ -30,17 +30,16 @@ class ChatTokenizer:
         self._added = {number: token.content for number, token in self._inner.added_tokens_decoder.items()}
         # Few texts stand between the last added token and an answer, such as the name of its role.
         # It holds the inner tokenizer and not this object, which would wait for the collection of cycles otherwise.
-        self.short = lru_cache(4096)(lambda text, inner=self._inner: _encoded(inner, [text])[0])
+        self.short = lru_cache(4096)(lambda text, inner=self._inner: encoded(inner, [text])[0])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text."""
-        return _encoded(self._inner, texts)
+        return encoded(self._inner, texts)
 
     def targets(self, row: ChatRow, tokens: list[int], source: str) -> tuple[np.ndarray, int]:
         """Return which tokens of a row count, bool [N], and how many turns are behind a prompt of `row.others`.
 
-        Raises:
-            UserError: There are no tokens, or those of a turn do not begin or end where the turn does.
+        A UserError says that there are no tokens, or that those of a turn do not begin or end where the turn does.
         """
         if not tokens:
             raise UserError(f"{source}: empty after the chat template; give the conversation messages with content.")
@@ -84,24 +83,17 @@ class ChatTokenizer:
         )
 
 
-def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the tokens that transformers' tokenizer gives for each text, without special ones of its own."""
+def encoded(tokenizer: Any, texts: list[str], *, specials: bool = False) -> list[list[int]]:
+    """Return the tokens that transformers' tokenizer gives for each text, with special ones of its own or without."""
     if not texts:
         return []
     return tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        texts, add_special_tokens=specials, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
 
 
 class _Places:
-    """Finds the places of characters among the tokens of a text.
-
-    Args:
-        text: The text.
-        tokens: Its tokens.
-        added: The added tokens among them, as they are written.
-        tokenizer: Tokenises parts of the text.
-    """
+    """Finds the places of characters among the tokens of a text; `added` are the added ones of them, as written."""
 
     def __init__(self, text: str, tokens: list[int], added: dict[int, str], tokenizer: ChatTokenizer):
         self._text, self._tokens, self._added, self._tokenizer = text, tokens, added, tokenizer

@@ -49,17 +49,11 @@ class Marks:
 
 
 class TurnEnds:
-    """The ends of turns in the texts of one template.
+    """The ends of turns in the texts of one template, which `write` renders and may refuse.
 
     GLM-4.5 ends a turn by the marker of the next role, which is a token at which generation stops. So it is part of the
     turn, and behind the last turn it is added, as in TRL's template for that model. Where a template marks no end at
-    all, the tokenizer's end token is added behind the last turn.
-
-    Args:
-        write: Renders messages with the template; it may raise the errors of templates.
-        ends: The tokens at which generation stops, as they are written.
-        specials: The special tokens, as they are written.
-        added: The token that is added where the template marks no end; "" if there is none.
+    all, the token `added` is put behind the last turn, "" for none.
     """
 
     def __init__(self, write: Write, ends: Sequence[str], specials: Sequence[str], added: str):
@@ -103,23 +97,13 @@ def chat_rows(
 
     The first row is the whole conversation. A turn counts there if the row begins with the turn's prompt, followed by
     the turn as the template writes it when it is the last one. Templates that drop earlier reasoning write some turns
-    differently once others follow. The last of these gets a row that ends with it, in which more of them may count;
-    and so on. Kimi K2 Thinking's writes even the messages before an answer differently once the answer is there; that
-    answer is put behind its prompt.
+    differently once others follow. The last of these gets a row that ends with it, in which more of them may count; and
+    so on. Kimi K2 Thinking's writes even the messages before an answer differently once the answer is there; that
+    answer is put behind its prompt; a RefusalError says that it does not begin with it.
 
-    Args:
-        messages: The conversation.
-        turns: The numbers of the messages that count in the loss; None if the whole text counts.
-        every_turn: Whether these are all of the assistant's turns, so that {% generation %} blocks may choose instead.
-        render: Renders the first messages; returns the text and the spans of the {% generation %} blocks.
-        marks: The properties of the template.
-        ends: The ends of turns in the template.
-
-    Returns:
-        The rows. Of several starts of a turn, the first with fitting tokens is meant.
-
-    Raises:
-        RefusalError: An answer does not begin with its prompt.
+    `turns` counts messages from 0; None counts the whole text. With `every_turn`, which says that these are all of the
+    assistant's, {% generation %} blocks may choose instead. `render` returns the text of the first messages and the
+    spans of these blocks. Of several starts of a turn in a row, the first with fitting tokens is meant.
     """
     count = len(messages)
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]

@@ -29,11 +29,9 @@ _LOOK_SECONDS = 0.1
 
 
 class RenderLimits(NamedTuple):
-    """The limits of rendering one conversation.
+    """The limits of rendering one conversation: processor time, and bytes beyond those that the process has.
 
-    Args:
-        seconds: Processor time; a single step of Python is stopped after twice this time.
-        memory: Bytes beyond those that the process has.
+    A single step of Python is stopped after twice this time.
     """
 
     seconds: float = 10
@@ -96,13 +94,7 @@ def _peak_bytes() -> int:
 
 
 class Template:
-    """Writes conversations with the chat template, or the code, of a tokenizer of transformers.
-
-    Args:
-        tokenizer: The tokenizer.
-        options: The variables of the template.
-        marks: The properties of the template.
-    """
+    """Writes conversations with the chat template, or the code, of a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, options: dict[str, Any], marks: Marks):
         self._tokenizer, self._options, self._marks = tokenizer, options, marks

@@ -68,14 +68,10 @@ Rendered = tuple[Item, "list[ChatRow] | UserError"]
 
 
 class Renderer:
-    """Renders conversations with the chat template of a tokenizer.
+    """Renders conversations with the chat template of a tokenizer, mlx-lm's TokenizerWrapper.
 
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-        options: Variables for the template, which those of a conversation override.
-
-    Attributes:
-        options: The variables, with enable_thinking as mlx-lm sets it where it was not given.
+    `options` are the template's variables, which those of a conversation override; enable_thinking is there as mlx-lm
+    sets it where it was not given.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
@@ -97,11 +93,10 @@ class Renderer:
         return None if self.writes_by_itself else self._inner.get_chat_template(None, tools)
 
     def chunks(self, items: Iterable[Item], count: int = 1) -> Iterator[list[Rendered]]:
-        """Yield the items in order, a chunk at a time, with the rows of each conversation or why there are none.
+        """Yield the items in order, a chunk at a time, with the rows of each conversation or why there are none; texts
+        have none.
 
-        Args:
-            items: Conversations, and texts, which have no rows.
-            count: About how many items there are, which decides in how many processes they are rendered.
+        About so many items as `count` says decide in how many processes they are rendered.
         """
         chunks = _chunks(items)
         if self.writes_by_itself:
@@ -133,15 +128,9 @@ class Renderer:
         return rows
 
     def text(self, messages: Messages, tools: Any = None, options: Mapping[str, Any] | None = None) -> str:
-        """Return the text of a conversation.
+        """Return the text of a conversation; UserError where the template does not render it.
 
-        Args:
-            messages: The messages, each with its role.
-            tools: The tools that the template may name.
-            options: Further arguments of transformers' apply_chat_template, and variables for the template.
-
-        Raises:
-            UserError: The template does not render it.
+        `options` holds arguments of transformers' apply_chat_template, and variables for the template.
         """
         if self.writes_by_itself:
             try:

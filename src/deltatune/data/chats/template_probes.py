@@ -29,9 +29,6 @@ def argument_form(write: Write) -> str:
 
     A template that joins texts refuses a mapping, or writes it as Python does. One that reads arguments by name refuses
     a text, or writes it as a text within JSON. One that takes both alike gets the row's own form, as from mlx_lm.lora.
-
-    Args:
-        write: Renders messages; it may raise the errors of templates.
     """
     as_mapping, as_text = (_tried(write, _asked(_call(form))) for form in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
     if as_text is not None and (as_mapping is None or str(_ARGUMENTS) in as_mapping):
@@ -59,10 +56,7 @@ def calls_tools(messages: Messages) -> bool:
 def behind_an_answer(write: Write, *, tools: bool) -> str | None:
     """Return the text that a template writes between an answer and the next message; None if it refuses to.
 
-    Args:
-        write: Renders messages; it may raise the errors of templates.
-        tools: Whether the answer calls a tool; the result is then the next message. The template's text for the call is
-            part of the returned text.
+    With `tools` the answer calls a tool, the text of the call is a part of this, and the next message is the result.
     """
     follows = {"role": "tool", "tool_call_id": _ID, "name": "name"} if tools else {"role": "user"}
     text = _tried(write, [*_answered(write, tools), {**follows, "content": _NEXT}])
@@ -85,17 +79,10 @@ def around_content(write: Write) -> str:
 
 
 def around_reasoning(write: Write, key: str) -> tuple[str, str] | None:
-    """Return a template's texts between a question and the reasoning of its answer, and behind the reasoning.
+    """Return a template's texts between a question and the reasoning of its answer, and from there to the content.
 
-    Kimi K2 Thinking's template writes the reasoning of answers that call a tool alone, so these are tried, too.
-
-    Args:
-        write: Renders messages; it may raise the errors of templates.
-        key: The key of a message under which the reasoning stands.
-
-    Returns:
-        The text between the question and the reasoning, and the text between the reasoning and the content; None if the
-        template leaves the reasoning out.
+    The reasoning stands under `key` of the message; None says that the template leaves it out. Kimi K2 Thinking's
+    writes the reasoning of answers that call a tool alone, so these are tried, too.
     """
     for tools in (False, True):
         question, answer = _answered(write, tools)

@@ -55,12 +55,10 @@ _KNOWN = {"role", "content", "name", TOOL_CALLS, "tool_call_id", *REASONING, *MA
 
 
 class MessagePart(NamedTuple):
-    """A part of a conversation.
+    """A part of a conversation, counted as `kind` where it alone is not written, with the mark in its place in the
+    copy.
 
-    Args:
-        kind: The kind as which it is counted where it alone is not written.
-        mark: The word or number in its place in the copy.
-        text: The text or number in the conversation itself; "" for true and false, which templates write variously.
+    `text` is the part in the conversation itself; "" for true and false, which templates write variously.
     """
 
     kind: str
@@ -101,12 +99,9 @@ def note(kind: str, count: int) -> str:
 
 
 class UnwrittenParts:
-    """Counts the messages, and the rows for tools, of which the chat template does not write some part.
+    """Counts, by kind, the messages, and the rows for tools, of which the chat template does not write some part.
 
     Reasoning is looked for in the answers that count, because templates drop it from the prompts of later ones.
-
-    Attributes:
-        counts: How many messages or rows have unwritten parts of each kind.
     """
 
     def __init__(self, tokenizer: Any):
@@ -138,12 +133,10 @@ class UnwrittenParts:
             self._lost[copy.shape] = _lost(copy, lambda part: part.mark in written)
 
     def count(self, conversation: Conversation, rows: list[ChatRow]) -> None:
-        """Count the parts of a conversation that stand in none of its rows.
+        """Count the parts of a conversation that stand in none of its rows; UserError if nothing of a counted answer
+        does.
 
         Both conversations of a pair have the name of its row; the messages of their prompt are counted once.
-
-        Raises:
-            UserError: Nothing of an answer that counts is written.
         """
         lost = self._lost[conversation.shape]
         # A row of no text at all is refused by its tokens.

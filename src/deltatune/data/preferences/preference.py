@@ -14,15 +14,12 @@ from ..example import Example
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preference:
-    """Two documents that belong together.
+    """Two documents that belong together; the targets of each mark its answer.
 
-    Args:
-        documents: The chosen and the rejected answer, each behind their prompt. Where answers are judged one by one
-            (KTO), the answer, and the answer of another row behind the same prompt; before that other answer is added,
-            the answer alone. The targets of a document mark its answer.
-        desirable: Whether the first document is a good answer; always True for a chosen one.
-        reference: float32 [2], the log-probability of each document's answer under the reference model, which is filled
-            in before training (train/evaluation/reference.py); NaN until then.
+    They are the chosen and the rejected answer, each behind their prompt. Where answers are judged one by one (KTO),
+    they are the answer, `desirable` or not, and the answer of another row behind the same prompt; before that other
+    answer is added, the answer alone. `reference`, float32 [2], holds the log-probability of each answer under the
+    reference model, NaN until train/evaluation/reference.py fills it in.
     """
 
     documents: tuple[Example, ...]
@@ -94,18 +91,11 @@ def lay_out(
     *,
     packed: bool,
 ) -> tuple[list[list[Example]], PreferenceBatch]:
-    """Lay the preferences of a batch out in rows.
+    """Lay the preferences of a batch out in rows: return the documents of each row, and the arrays that the loss needs.
 
-    Args:
-        rows: For each row of preferences, their numbers; an empty row is blank.
-        preferences: All preferences.
-        slots: The number of preferences for which a packed row has room; 1 without packing.
-        width: The number of positions of a row.
-        packed: Whether all documents of a row of preferences follow one another in a row of the batch; otherwise each
-            row of preferences becomes two rows of the batch, of one document each.
-
-    Returns:
-        The documents of each row of the batch, and the arrays that the loss needs of them.
+    Each of `rows` holds the numbers of its preferences, none for a blank row, and has room for `slots`, which is 1
+    without packing. A packed row holds all of its documents one after another in `width` positions; otherwise it
+    becomes two rows of the batch, of one document each.
     """
     numbers = np.full((len(rows), slots), -1, np.int32)
     documents: list[list[Example]] = []
@@ -144,18 +134,11 @@ _WITHOUT_IMAGES = ("kto", "orpo")
 
 
 def completed(preferences: Sequence[Preference], config: TrainConfig, notes: list[str]) -> list[Preference]:
-    """Return preferences of two documents each.
+    """Return preferences of two documents each; UserError where the loss does not take these documents.
 
     KTO judges answers one by one: every answer of a pair becomes a preference, first all chosen ones, as TRL orders
-    them, and each gets the answer of the row before it as its second document.
-
-    Args:
-        preferences: The preferences as read, with one or two documents each.
-        config: The options of the run.
-        notes: Sentences for the user, to which this function adds.
-
-    Raises:
-        UserError: The loss does not take these documents.
+    them, and each gets the answer of the row before it as its second document. A note on pairs that are left out joins
+    `notes`.
     """
     limit = config.max_seq_length
     pictured = next((one for one in preferences if one.documents[0].pictures is not None), None)

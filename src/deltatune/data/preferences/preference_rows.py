@@ -13,6 +13,7 @@ from ...errors import UserError
 from ..example import Example
 from ..prompts import text_tokens
 from ..rows.row_formats import behind_prompt, messages_in_text, present_fields
+from ..rows.unread_columns import text_of
 from ..text import TextEncoder
 from .preference import Preference
 
@@ -28,19 +29,13 @@ _LABELLED = '{"prompt": ..., "completion": ..., "label": true or false}'
 
 
 class PreferenceEncoder:
-    """Turns rows into preferences, and collects their formats (`kinds`).
+    """Turns rows into preferences, and collects their formats (`kinds`), with the tokens of trl.data_utils and
+    DPOTrainer.
 
     A row holds strings, which are taken as plain text, or lists of messages, which go through the chat template. Only
     answers count: the text behind the prompt, and of messages the assistant's. Without a "prompt", both answers begin
-    with it, and their longest common beginning is taken for it: of messages, or of the tokens of a text.
-
-    Args:
-        conversations: The encoder of conversations.
-        tokenizer: mlx-lm's TokenizerWrapper.
-        labels: Whether answers with a label are expected (KTO). A pair then stands for two such answers.
-
-    Source:
-        trl.data_utils and the tokenisation of trl.DPOTrainer, which give the same tokens for the same row.
+    with it, and their longest common beginning is taken for it: of messages, or of the tokens of a text. With `labels`
+    (KTO) answers with a label are expected, and a pair stands for two of them.
     """
 
     def __init__(self, conversations: TextEncoder, tokenizer: Any, *, labels: bool):
@@ -144,7 +139,8 @@ class PreferenceEncoder:
         chosen, rejected, prompt = row[CHOSEN], row[REJECTED], row.get(PROMPT)
         if prompt is None or isinstance(prompt, str):
             shared = _common(chosen, rejected)
-            if prompt and prompt not in [_text_of(message) for message in chosen[:shared]]:
+            texts = [text_of(message.get("content")) for message in chosen[:shared] if isinstance(message, Mapping)]
+            if prompt and prompt not in texts:
                 raise UserError(
                     f"{source}: the prompt is a text and chosen a list of messages that do not begin with it; give the "
                     "prompt as messages, or leave it out."
@@ -233,12 +229,3 @@ def _document(tokens: list[int], prompt: int, source: str) -> Example:
 def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
     length = min(len(left), len(right))
     return next((index for index in range(length) if left[index] != right[index]), length)
-
-
-def _text_of(message: Any) -> Any:
-    """Return the text of a message; its parts may stand around pictures."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    return "".join(text for text in texts if isinstance(text, str))

@@ -13,14 +13,10 @@ _COLUMNS = ("image", "images", "video", "videos")
 
 
 def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
-    """Return a row without the nulls in its nested objects.
+    """Return a row of the datasets library without the nulls in its nested objects.
 
     A null in the source looks the same as one added by Arrow, and goes too. Members of a list stay, since Arrow adds
-    none. Values stored as JSON keep their nulls.
-
-    Args:
-        row: A row as the datasets library gives it.
-        features: The library's description of the columns, or None where it has none.
+    none. Values stored as JSON keep their nulls. `features` is the library's description of the columns, if it has one.
     """
     return {key: _value(value, _ANY if features is None else features.get(key)) for key, value in row.items()}
 

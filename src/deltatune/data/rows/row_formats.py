@@ -20,6 +20,7 @@ from .unread_columns import (
     refuse_judged,
     refuse_unknown_keys,
     refuse_unread_marks,
+    text_of,
     unmarked,
     unread,
 )
@@ -87,11 +88,7 @@ class PlainText:
 
 @dataclass
 class RowFormats:
-    """Reads rows, and counts their formats (`kinds`) and the columns that it does not read (`unread`).
-
-    Args:
-        features: The keys of a row.
-    """
+    """Reads rows with these keys, and counts their formats (`kinds`) and the columns that are not read (`unread`)."""
 
     features: Features
     kinds: Counter[str] = field(default_factory=Counter)
@@ -200,10 +197,8 @@ def tools_of(row: Mapping[str, Any], source: str) -> list[Any] | None:
 
 def template_options_of(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the variables of the chat template that a row sets, which may be JSON in a string."""
-    value = row.get(TEMPLATE_OPTIONS)
     where = f"{source}: {TEMPLATE_OPTIONS!r}"
-    if isinstance(value, str) and value:
-        value = _json(value, where)
+    value = json_text(row.get(TEMPLATE_OPTIONS), where)
     return {} if is_absent(value) else checked_options(value, where)
 
 
@@ -215,8 +210,7 @@ def present_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def behind_prompt(prompt: list[Any], answer: list[Any], name: str, source: str) -> list[Any]:
     """Return the messages of a prompt and of its answer, the column `name`; assistant turns of the answer alone count.
 
-    Raises:
-        UserError: The answer is empty, or says the prompt again.
+    A UserError refuses an answer that is empty, or says the prompt again.
     """
     if not answer:
         raise UserError(f"{source}: {name!r} has no message of its own; remove this row.")
@@ -232,24 +226,24 @@ def _comparable(message: Any) -> Any:
         return message
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text") or "") for part in content)
+        content = text_of(content)
     return present_fields({**message, "content": content})
 
 
 def json_text(value: Any, where: str) -> Any:
-    """Return the list in a JSON text, as cells of a CSV file hold one, or a value that is no such text as it is."""
-    return _json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    """Return the list or object in a JSON text, as cells of a CSV file hold one, or another value as it is."""
+    return _json(value, where) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
 
 
 def messages_in_text(value: Any) -> Any:
     """Return the messages that a text holds as JSON, as cells of a CSV file do, or any other value as it is."""
-    if not (isinstance(value, str) and value.lstrip().startswith("[")):
-        return value
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
+        parsed = json_text(value, "")
+    except UserError:
         return value
-    are_messages = parsed and all(isinstance(message, dict) and "role" in message for message in parsed)
+    are_messages = (
+        isinstance(parsed, list) and parsed and all(isinstance(one, dict) and "role" in one for one in parsed)
+    )
     return parsed if are_messages else value
 
 

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -38,15 +38,11 @@ _MEDIA_MARKS = (b'"image', b'"video', b"\\u006", b"\\u007")
 
 @dataclass(frozen=True)
 class DataTable:
-    """The rows of one split.
+    """The rows of one split, under its name in messages; `rows` yields (source, row) for all of them.
 
-    Args:
-        name: The table's name in messages.
-        count: The number of rows, or a little more where blank lines are counted.
-        rows: A function that yields (source, row) for every row.
-        candidates: A function that yields (source, row) for the rows with a possible image or video, found without
-            parsing the others.
-        digest: A function that returns a digest of the rows, or None for rows without a cache of tokens.
+    `count` may be a little too large, since blank lines are counted. `candidates` yields the rows with a possible image
+    or video, found without parsing the others. `digest` returns a digest of the rows; None says that their tokens are
+    not kept.
     """
 
     name: str
@@ -59,8 +55,7 @@ class DataTable:
 def jsonl(path: Path) -> DataTable:
     """Open a JSONL file. Its rows are the lines in order, without blank ones.
 
-    Raises:
-        UserError: The file cannot be read; while rows are read, it names the file and line of a bad one.
+    A UserError says that it cannot be read and, while rows are read, names the line of a bad one.
     """
     try:
         with path.open("rb") as file:
@@ -96,13 +91,22 @@ def _digest() -> Any:
 
 
 def _lines(path: Path, containing: tuple[bytes, ...] = (b"",)) -> Rows:
+    return (row for row, _ in _places(path, (0, 0), containing))
+
+
+def _places(
+    path: Path, place: Sequence[int], containing: tuple[bytes, ...] = (b"",)
+) -> Iterator[tuple[tuple[str, Any], Place]]:
+    """Yield the rows from a place on, each with the place after it; only lines that hold one of these parts."""
+    offset, number = place
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not any(part in raw for part in containing):
-                continue
-            row = parsed(raw, path, number)
+        file.seek(offset)
+        for raw in file:
+            offset += len(raw)
+            number += 1
+            row = parsed(raw, path, number) if any(part in raw for part in containing) else None
             if row is not None:
-                yield f"{path}:{number}", row[0]
+                yield (f"{path}:{number}", row[0]), [offset, number]
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -115,22 +119,25 @@ def is_format(name: str) -> bool:
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
-def hugging_face(name: str, split: str | None = None, options: dict[str, Any] | None = None) -> dict[str, DataTable]:
-    """Open a data set of the Hugging Face hub, or a folder that the datasets library reads or has saved.
+def hugging_face(
+    name: str, split: str | None = None, options: dict[str, Any] | None = None, *, streaming: bool = False
+) -> dict[str, Any]:
+    """Return the table, or stream, of each split of a data set on the hub, or of a folder or file of `datasets`.
 
-    Args:
-        name: The data set's name on the hub, or its folder.
-        split: One split, which may be a slice such as "train[:80%]"; None opens all splits.
-        options: Further arguments of `datasets.load_dataset`.
-
-    Returns:
-        The table of each split, by the split's name.
-
-    Raises:
-        UserError: There is no such data set, split or option, or reading it could run code.
+    `split` is one split, and of tables also a slice such as "train[:80%]"; None opens all. `options` are further
+    arguments of `datasets.load_dataset`. A UserError says that there is no such data set, split or option, or that
+    reading it could run code.
     """
-    loaded = load_hugging_face(name, split, options or {})
-    names = names_of(name, loaded, options or {})
+    options = options or {}
+    if streaming and split is not None and "[" in split:
+        raise UserError(
+            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
+            "val_batches: 0 for no validation."
+        )
+    loaded = load_hugging_face(name, split, options, streaming=streaming)
+    names = names_of(name, loaded, options)
+    if streaming:
+        return {key: StreamedDataset(*names[key], name, key, options) for key in loaded}
     return {key: _table(names[key][0], rows, names[key][1]) for key, rows in loaded.items()}
 
 
@@ -196,9 +203,8 @@ def load_hugging_face(
 def _library_path(name: str, options: dict[str, Any]) -> str:
     """Return the path or name for the datasets library: the full path of a folder, so that it is not read as a name.
 
-    Raises:
-        UserError: The name is that of a format, and no files are given: the library would take those of the current
-            folder. Or it is the name of a format that can run code.
+    A UserError refuses the name of a format without files, since the library would take those of the current folder,
+    and of a format that can run code.
     """
     folder = expanded(name)
     has_files = "data_files" in options or "data_dir" in options
@@ -286,10 +292,8 @@ def _arrow_digest(dataset: Any) -> bytes:
 
 
 def leave_undecoded(features: Any) -> None:
-    """Switch off, in place, the decoding of the images and videos among the columns of a data set.
-
-    Args:
-        features: The columns, `dataset.info.features`, or a part of them.
+    """Switch off, in place, the decoding of images and videos among the columns of a data set, `info.features`, or a
+    part.
     """
     import datasets
 
@@ -309,11 +313,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def json_file(path: Path) -> DataTable:
-    """Open a .json file.
-
-    Raises:
-        UserError: The file cannot be read, is not UTF-8, or holds an array that is not JSON.
-    """
+    """Open a .json file; UserError where it cannot be read, is not UTF-8, or holds an array that is not JSON."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -331,10 +331,8 @@ def json_file(path: Path) -> DataTable:
 def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
     """Return the value that a line of a file, or with None the whole file, holds, alone in a tuple; None for blanks.
 
-    The bytes at the start of the file may begin with a byte order mark.
-
-    Raises:
-        UserError: They are not UTF-8, or not JSON, or hold half of a character.
+    The bytes at the start of the file may begin with a byte order mark. A UserError says that they are not UTF-8, or
+    not JSON, or hold half of a character.
     """
     where = str(path) if line is None else f"{path}:{line}"
     first = line or 1
@@ -378,15 +376,8 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
     Without them pandas guesses a column's type: "007" becomes 7, "1.50" becomes 1.5, and "NA" becomes null. An empty
     cell is null still. A header in one column that holds a semicolon, a tab or a vertical bar is separated there,
-    unless the options name a separator.
-
-    Args:
-        path: The first argument of load_dataset.
-        options: Its further arguments.
-
-    Raises:
-        UserError: The splits have other columns.
-        Exception: An error of the datasets library or pandas, where the data cannot be opened.
+    unless the options name a separator. Splits with other columns are refused by a UserError; an error of the datasets
+    library or pandas passes through.
     """
     import datasets
     import pandas
@@ -430,14 +421,7 @@ def _csv_files(path: str, options: dict[str, Any]) -> tuple[Any, dict[str, list[
 
 
 class JsonLines:
-    """A JSONL file as a stream. A place is the number of bytes and of lines before it.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UserError: The file cannot be read; while rows are read, it names the file and line of a bad one.
-    """
+    """A JSONL file as a stream. A place is the number of bytes and of lines before it."""
 
     def __init__(self, path: Path):
         self._path, self.name = path, str(path)
@@ -451,19 +435,11 @@ class JsonLines:
 
         There are fewer than `count` rows only at the end of the data.
         """
-        offset, number = place or (0, 0)
-        rows: list[tuple[str, Any]] = []
         try:
-            with self._path.open("rb") as file:
-                file.seek(offset)
-                while len(rows) < count and (raw := file.readline()):
-                    offset, number = offset + len(raw), number + 1
-                    row = parsed(raw, self._path, number)
-                    if row is not None:
-                        rows.append((f"{self._path}:{number}", row[0]))
+            read = list(islice(_places(self._path, place or (0, 0)), count))
         except OSError as error:
             raise UserError(_unreadable(self._path, error)) from error
-        return rows, [offset, number]
+        return [row for row, _ in read], read[-1][1] if read else place
 
 
 def _unreadable(path: Path, error: OSError) -> str:
@@ -472,14 +448,9 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 @dataclass
 class StreamedDataset:
-    """A data set that the datasets library streams. A place is the library's own state, with the number of rows.
+    """A split of a data set, on the hub or in a folder, that the datasets library streams.
 
-    Args:
-        name: The stream's name in messages.
-        begin: The number of the first row in messages.
-        path: The data set's name on the hub, or its folder.
-        split: The split.
-        options: Further arguments of `datasets.load_dataset`.
+    A place is the library's own state, with the number of rows; messages count rows from `begin`.
     """
 
     name: str
@@ -515,17 +486,3 @@ class StreamedDataset:
         if place is not None:
             dataset.load_state_dict(place["state"])
         return dataset, iter(dataset)
-
-
-def hugging_face_streams(
-    name: str, split: str | None = None, options: dict[str, Any] | None = None
-) -> dict[str, StreamedDataset]:
-    """Open the data sets of hugging_face() as streams; a UserError, too, where `split` is a part of one."""
-    if split is not None and "[" in split:
-        raise UserError(
-            f"{name}: streaming reads whole splits, and {split} is a part of one; give train_split and valid_split, or "
-            "val_batches: 0 for no validation."
-        )
-    splits = load_hugging_face(name, split, options or {}, streaming=True)
-    names = names_of(name, splits, options or {})
-    return {key: StreamedDataset(*names[key], name, key, options or {}) for key in splits}

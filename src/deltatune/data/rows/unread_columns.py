@@ -57,10 +57,8 @@ def is_absent(value: Any) -> bool:
 
 
 def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse a part of a message, or an object that describes an image, with a key that is not `known`.
-
-    Raises:
-        UserError: There is such a key, and its value is not empty.
+    """Refuse, with a UserError, a part of a message, or an object that describes an image, with a filled key that is
+    not `known`.
     """
     for key in part:
         if key not in known and not is_absent(part[key]):
@@ -71,11 +69,7 @@ def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: 
 
 
 def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
-    """Refuse a row that marks its answer as a bad one, in a column beside those in `read`.
-
-    Raises:
-        UserError: The row says that its answer is bad: imitation would learn it like a good one.
-    """
+    """Refuse, with a UserError, a row that marks its answer as a bad one, in a column beside those in `read`."""
     for name in _JUDGED:
         value = None if name in read else row.get(name)
         # A cell of a CSV file is text. Numbers may be classes, which a note tells of.
@@ -88,14 +82,14 @@ def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) ->
 
 
 def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], source: str) -> None:
-    """Refuse a row with marks in its texts for the values of a column that is not read: they would be learnt as text.
+    """Refuse, with a UserError, marks in a row's texts for the values of a column that is not read, and media of a
+    message.
 
-    Raises:
-        UserError: There is such a mark, or a message holds media of its own.
+    Such marks would be learnt as text.
     """
     for number, message in enumerate(messages, 1):
         for name, marks in _MARKS.items():
-            mark = next((mark for mark in marks if mark in _text(message.get("content"))), None)
+            mark = next((mark for mark in marks if mark in text_of(message.get("content"))), None)
             if mark and not _is_empty(row.get(name)):
                 raise UserError(
                     f"{source}: message {number}: {mark} stands for a value of {name!r}, which is not read, so the "
@@ -109,7 +103,8 @@ def refuse_unread_marks(row: Mapping[str, Any], messages: Iterable[Mapping[str, 
                 )
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which may stand in parts around pictures."""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     return "".join(text for text in texts if isinstance(text, str))
@@ -133,8 +128,7 @@ def _is_true(value: Any) -> bool:
 def counts(message: Mapping[str, Any], number: int, source: str) -> bool:
     """Return whether a message of the assistant, `number` of its conversation, counts in the loss: no mark denies it.
 
-    Raises:
-        UserError: A mark has a value that says neither, or marks parts of a turn.
+    A mark with a value that says neither, or of parts of a turn, is refused by a UserError.
     """
     marks = {name: message[name] for name in MARKS if message.get(name) is not None}
     for name, value in marks.items():

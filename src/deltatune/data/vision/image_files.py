@@ -154,14 +154,10 @@ def name_of(value: Any) -> str:
 
 
 def open_image(file: Any, source: str) -> Any:
-    """Read an image: of an animation the first picture, upright, with white behind transparent pixels, in RGB.
+    """Read an image of image_file(): of an animation the first picture, upright, with white behind transparency, in
+    RGB.
 
-    Args:
-        file: The file, bytes or image from `image_file`.
-        source: Where the row came from, for messages to the user.
-
-    Raises:
-        UserError: The file is no image, damaged, too large or of an unfit kind.
+    A UserError, naming `source`, says that it is no image, damaged, too large or of an unfit kind.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -209,8 +205,7 @@ def _upright(image: Any) -> Any:
 def stated_orientation(block: bytes) -> int | None:
     """Return the orientation that an EXIF block states, or None. Pillow would stop at a damaged tag before it.
 
-    Source:
-        Exif 2.32, section 4.5 (the block is a TIFF file, of which the first directory is read here), and TIFF 6.0.
+    The block is a TIFF file, of which the first directory is read here (Exif 2.32, section 4.5, and TIFF 6.0).
     """
     block = block.removeprefix(b"Exif\0\0")
     order = {b"II": "<", b"MM": ">"}.get(block[:2])
@@ -229,11 +224,7 @@ def stated_orientation(block: bytes) -> int | None:
 
 
 def _opaque(image: Any) -> Any:
-    """Return an image in RGB, with white where it is transparent.
-
-    Source:
-        qwen_vl_utils.vision_process.to_rgb.
-    """
+    """Return an image in RGB, with white where it is transparent, as qwen_vl_utils.vision_process.to_rgb does."""
     from PIL import Image
 
     if not image.has_transparency_data:

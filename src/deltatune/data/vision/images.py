@@ -32,8 +32,7 @@ _LARGEST_RATIO = 200
 def size_options(part: Mapping[str, Any], where: str) -> dict[str, int]:
     """Return those of SIZE_OPTIONS that a part of a message gives.
 
-    Raises:
-        UserError: One of them is no whole number above 0, or contradicts or lacks another.
+    A UserError refuses one that is no whole number above 0, or contradicts or lacks another.
     """
     options = {name: part[name] for name in SIZE_OPTIONS if part.get(name) is not None}
     for name, value in options.items():
@@ -48,18 +47,12 @@ def size_options(part: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def resized(height: int, width: int, options: Mapping[str, int], unit: int) -> tuple[int, int]:
-    """Return the height and the width, in pixels, to which an image is scaled.
+    """Return the height and the width, in pixels, to which an image is scaled, by
+    qwen_vl_utils.vision_process.smart_resize.
 
-    Args:
-        height, width: The size of the image, in pixels.
-        options: Those of SIZE_OPTIONS that are given; a size that is given wins over limits.
-        unit: The side of the square that becomes one token, in pixels.
-
-    Raises:
-        ValueError: The image is too long and narrow, or the limits leave it no pixel.
-
-    Source:
-        qwen_vl_utils.vision_process: fetch_image and smart_resize.
+    `options` are those of SIZE_OPTIONS that are given; a size that is given wins over limits. `unit` is the side, in
+    pixels, of the square that becomes one token. A ValueError says that the image is too long and narrow, or that the
+    limits leave it no pixel.
     """
     least, most = options.get("min_pixels", _FEWEST_TOKENS * unit**2), options.get("max_pixels", _MOST_TOKENS * unit**2)
     if all(name in options for name in _SIDES):
@@ -100,10 +93,8 @@ def processed_picture(patches: Any, grid: Any) -> Picture:
 class ImageReader:
     """Turns an image of a row into patches. The row gives a path, or a value of an image column of `datasets`.
 
-    Args:
-        processor: The model's image processor.
-        folder: The folder to which relative paths refer.
-        limits: min_pixels and max_pixels, the areas between which images are scaled; the processor's own if missing.
+    Relative paths begin at `folder`. `limits` are min_pixels and max_pixels, the areas between which images are scaled;
+    the processor's own if missing.
     """
 
     processor: Any

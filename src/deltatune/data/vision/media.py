@@ -68,13 +68,7 @@ class MediaReader:
 
 @dataclass(frozen=True)
 class VisionProcessors:
-    """The parts of a vision model that reading images and videos needs.
-
-    Args:
-        processor: The model's image processor.
-        spec: The token ids and sizes of the vision tower.
-        videos: The model's video processor, or None if it has none.
-    """
+    """The image processor, the numbers of the vision tower and the video processor, if any, of a vision model."""
 
     processor: Any
     spec: VisionSpec
@@ -84,13 +78,8 @@ class VisionProcessors:
 def media_reader(processors: VisionProcessors, folder: Path, options: Mapping[str, Any]) -> MediaReader:
     """Return the reader of images and videos for training, evaluation and generation alike.
 
-    Args:
-        processors: The processors of the model.
-        folder: The folder to which relative paths refer.
-        options: The options of a run; of these, PICTURE_OPTIONS matter.
-
-    Raises:
-        UserError: A processor cuts other patches than the vision tower takes.
+    Relative paths begin at `folder`; of the options of a run, PICTURE_OPTIONS matter. A processor that cuts other
+    patches than the vision tower takes is refused by a UserError.
     """
     spec = processors.spec
     for name, needed in {
@@ -112,14 +101,10 @@ def media_reader(processors: VisionProcessors, folder: Path, options: Mapping[st
 
 
 def picture_options(options: Mapping[str, Any], adapter_path: str | None) -> dict[str, Any]:
-    """Return PICTURE_OPTIONS as they are given, and where they are not, as an adapter was trained with them.
+    """Return PICTURE_OPTIONS as they are given and, where they are None, as the adapter in a folder was trained with
+    them.
 
-    Args:
-        options: The options that the user gave; None stands for one that was not given.
-        adapter_path: The folder of the adapter, or None for a model alone.
-
-    Raises:
-        UserError: The adapter's config is missing or damaged.
+    A UserError says that the adapter's config is missing or damaged.
     """
     trained = options_of(Path(adapter_path)) if adapter_path else {}
     return {name: trained.get(name) if options.get(name) is None else options[name] for name in PICTURE_OPTIONS}

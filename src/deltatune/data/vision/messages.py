@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import UserError
 from ..rows.row_formats import json_text
-from ..rows.unread_columns import TEXT_KEYS, is_absent, refuse_unknown_keys
+from ..rows.unread_columns import TEXT_KEYS, is_absent, refuse_unknown_keys, text_of
 from .image_files import SizedImage
 from .images import SIZE_OPTIONS, size_options
 from .videos import Video
@@ -32,7 +32,8 @@ def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
     if not isinstance(row, Mapping):
         return None
     for kind in (IMAGE, VIDEO):
-        if row.get(f"{kind}s") or row.get(kind) is not None:
+        # A cell of a CSV file holds a list as JSON.
+        if row.get(f"{kind}s") not in (None, "", [], (), "[]") or row.get(kind) is not None:
             return kind
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -42,29 +43,15 @@ def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
     return None
 
 
-def media_columns(row: Mapping[str, Any], source: str) -> dict[str, list[Any]]:
-    """Return the images and the videos in the row's own columns, by kind."""
-    return {kind: _column(row, kind, source) for kind in (IMAGE, VIDEO)}
-
-
-def place_media(messages: Messages, columns: dict[str, list[Any]], source: str) -> tuple[Messages, list[Any]]:
-    """Give each image and video of a row its place in the messages.
+def place_media(messages: Messages, row: Mapping[str, Any], source: str) -> tuple[Messages, list[Any]]:
+    """Return the messages of a row with a part for each image and video, and the values of these parts in order.
 
     A place is a part, or a mark, "<image>" or "<video>", in the text of a user. Its value comes from the part itself
     ({"type": "image", "image": PATH}), or in order from the row's columns. Without places, the images and then the
-    videos go to the start of the first user message. A mark for which no image or video is left is text.
-
-    Args:
-        messages: The row's messages.
-        columns: The images and videos of the row's columns, by kind.
-        source: Where the row came from, for messages to the user.
-
-    Returns:
-        The messages with a part for each image and video, and the values of these parts in order.
-
-    Raises:
-        UserError: The places and the values do not match.
+    videos go to the start of the first user message. A mark for which no image or video is left is text. A UserError
+    says that the places and the values do not match.
     """
+    columns = {kind: _column(row, kind, source) for kind in (IMAGE, VIDEO)}
     with_parts: Messages = []
     places: list[tuple[str, Any]] = []
     for number, message in enumerate(messages, 1):
@@ -185,8 +172,7 @@ def _value(part: Mapping[str, Any], kind: str, where: str) -> Any:
 def _split_at_marks(text: str, unplaced: Counter[str]) -> tuple[Any, list[str]]:
     """Split a text into parts at the marks for which an image or video is left, and take these from `unplaced`.
 
-    Returns:
-        The parts, or the text itself where it has no such mark; and the kinds of the places, in order.
+    Returned are the parts, or the text itself where it has no such mark, and the kinds of the places, in order.
     """
     parts: list[dict[str, Any]] = []
     marked: list[str] = []
@@ -206,13 +192,7 @@ def _split_at_marks(text: str, unplaced: Counter[str]) -> tuple[Any, list[str]]:
 
 def has_mark_in_text(messages: Messages) -> bool:
     """Whether a user's text still holds a mark, of the messages that place_media returns."""
-    contents = [message["content"] for message in messages if message["role"] == "user"]
-    texts = [
-        text
-        for content in contents
-        for text in ([content] if isinstance(content, str) else [part.get("text") for part in content or []])
-    ]
-    return any(_MARKS.search(text) for text in texts if text)
+    return any(_MARKS.search(text_of(message["content"])) for message in messages if message["role"] == "user")
 
 
 def _fps(holder: Mapping[str, Any], where: str) -> float | None:

@@ -16,14 +16,9 @@ from .videos import video_names, video_text
 
 @dataclass(frozen=True, eq=False)
 class PromptPictures:
-    """Images and videos of a prompt: of one message, which they stand before, or of a conversation.
+    """The patches of the images and videos of a prompt: of one message, which they stand before, or of a conversation.
 
-    Attributes:
-        images: The patches of each image.
-        videos: The patches of each video.
-        sizes: The sizes of all of them.
-        video_texts: For each video, the text that stands for it in the prompt.
-        spec: The token ids and sizes of the vision tower.
+    `video_texts` hold, for each video, the text that stands for it in the prompt.
     """
 
     images: list[Picture]
@@ -36,17 +31,9 @@ class PromptPictures:
     def read(
         cls, values: Sequence[Any], source: str, reader: MediaReader, spec: VisionSpec, tokenizer: Any
     ) -> PromptPictures:
-        """Read the files.
+        """Read images and videos in the order of the prompt, each as a row of data gives it.
 
-        Args:
-            values: The images and videos in the order of the prompt, as a row of data would give them.
-            source: Where they came from, for messages to the user.
-            reader: The reader that training uses.
-            spec: The token ids and sizes of the vision tower.
-            tokenizer: The tokenizer, which writes the tokens around a frame.
-
-        Raises:
-            UserError: A file cannot be read, or is of an unfit kind.
+        A UserError, naming `source`, says that a file cannot be read, or is of an unfit kind.
         """
         media = [reader.read(value, source) for value in values]
         names = video_names(tokenizer, spec)
@@ -59,33 +46,18 @@ class PromptPictures:
         )
 
     def placed(self, tokens: Sequence[int], source: str) -> list[int]:
-        """Return the prompt's tokens with each image and video token repeated once for each of its features.
-
-        Args:
-            tokens: The tokens of the prompt, as the chat template wrote them.
-            source: Where the prompt came from, for messages to the user.
-
-        Raises:
-            UserError: The prompt's tokens of images and videos are not those of the files.
+        """Return the prompt's tokens, as the chat template wrote them, with those of images and videos repeated by
+        token_counts.
         """
         written = np.array(tokens)
         return np.repeat(written, token_counts(written, self.sizes, self.spec, source)).tolist()
 
 
 def token_counts(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpec, source: str) -> np.ndarray:
-    """Return how often each token of a conversation stands in the model's input: once, or once for each feature.
+    """Return how often each token [N] that the chat template wrote stands in the model's input, int64 [N].
 
-    Args:
-        tokens: The token ids [N] that the chat template wrote.
-        sizes: The sizes of the images and videos, in the order of the conversation.
-        spec: The token ids and sizes of the vision tower.
-        source: Where the conversation came from, for messages to the user.
-
-    Returns:
-        int64 [N].
-
-    Raises:
-        UserError: The tokens of images and videos are not those of `sizes`.
+    A token of an image or video stands there once for each feature, and any other once. A UserError, naming `source`,
+    says that the tokens are not those of `sizes`, which are in the order of the conversation.
     """
     expected = [spec.video_token if size.seconds else spec.image_token for size in sizes for _ in size.blocks]
     marks = np.flatnonzero(np.isin(tokens, (spec.image_token, spec.video_token)))

@@ -29,13 +29,10 @@ class Frames:
 
 @dataclass(frozen=True, eq=False)
 class _Timeline:
-    """When the frames of a file are shown.
+    """When the frames of a file are shown: `stamps` [N], in seconds from the first, in this order.
 
-    Args:
-        stamps: The time of each frame in seconds from the first [N], in the order in which they are shown.
-        rate: The frames per second, the mean of them if the rate varies.
-        constant: Whether frame k is shown at k / rate.
-        origin: The first frame's time stamp; None if the file has no time stamps in the order of its frames.
+    `rate` is frames per second, the mean of them unless it is `constant`: frame k is then shown at k / rate. `origin`
+    is the first frame's time stamp; None if the file has no time stamps in the order of its frames.
     """
 
     stamps: np.ndarray
@@ -58,16 +55,10 @@ class _Timeline:
 def read_frames(path: Path, named: str, count_of: Callable[[int, float], int]) -> Frames:
     """Read evenly spaced frames of a file: at each time the one that a player shows then.
 
-    The file is decoded from its beginning, because containers such as transport streams have no index of frames, and
-    a seek in them lands elsewhere.
-
-    Args:
-        path: The file.
-        named: The file's name, for messages to the user.
-        count_of: How many frames to take, given the file's number of frames and its frames per second.
-
-    Raises:
-        UserError: PyAV is missing, or the file is no video, damaged or of a codec that cannot be decoded.
+    The file is decoded from its beginning, because containers such as transport streams have no index of frames, and a
+    seek in them lands elsewhere. `count_of` tells how many frames to take, of the file's number of frames and its
+    frames per second. A UserError says that PyAV is missing, or that the file is no video, damaged or of a codec that
+    cannot be decoded.
     """
     try:
         import av
@@ -134,9 +125,7 @@ def _timeline(container: Any, stream: Any, path: Path, named: str) -> _Timeline:
 def _decoded(container: Any, invalid: type[Exception]) -> Iterator[Any]:
     """Decode the frames of a container in the order in which they are shown.
 
-    Args:
-        container: The container.
-        invalid: PyAV's error for data that are no frame, which may stand before a stream's first frame.
+    `invalid` is PyAV's error for data that are no frame, which may stand before a stream's first frame.
     """
     stream = container.streams.best("video") or container.streams.video[0]
     stream.thread_type = "AUTO"
@@ -183,7 +172,7 @@ def _pixels(frame: Any) -> np.ndarray:
 def _is_cut_off(path: Path) -> bool:
     """Whether a Matroska or WebM file is shorter than it says: its frames are not counted anywhere else.
 
-    Source: RFC 8794, section 6 (the size of an element), and RFC 9559, section 4.
+    RFC 8794, section 6, defines the size of an element, and RFC 9559, section 4, the file.
     """
     with path.open("rb") as file:
         if file.read(4) != _MATROSKA_HEADER:

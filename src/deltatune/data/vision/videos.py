@@ -39,15 +39,11 @@ class Clip(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VideoReader:
-    """Turns a video of a row into patches.
+    """Turns a video of a row into patches; relative paths begin at `folder`.
 
-    Args:
-        processor: The model's video processor, or None if it has none.
-        folder: The folder to which relative paths refer.
-        limits: min_pixels and max_pixels of a frame; the model's own limit for a whole video holds as well.
-        fps: The frames per second to take from a file, or at which a list of frames was recorded; None takes the
-            processor's own.
-        max_frames: The largest number of frames to take; None takes the processor's own.
+    `limits` are min_pixels and max_pixels of a frame; the model's own limit for a whole video holds as well. `fps` is
+    the frames per second to take from a file, or at which a list of frames was recorded, and `max_frames` the most to
+    take; None takes the processor's own.
     """
 
     processor: Any
@@ -139,16 +135,11 @@ class VideoReader:
 
 
 def frame_count(total: int, rate: float, fps: float, least: int, most: int) -> int:
-    """Return how many frames to take of a file: an even number of them if it has two or more.
+    """Return how many of a file's `total` frames to take, at `fps` of its `rate` frames per second, from `least` to
+    `most`.
 
-    Args:
-        total: The number of frames in the file.
-        rate: Its frames per second.
-        fps: The frames per second to take.
-        least, most: The smallest and the largest number of frames to take.
-
-    Source:
-        smart_nframes of qwen_vl_utils, and mlx_vlm.utils.load_video.
+    The number is even if the file has two frames or more, as by smart_nframes of qwen_vl_utils and
+    mlx_vlm.utils.load_video.
     """
     highest = min(most, total) // 2 * 2
     count = min(max(total / rate * fps, math.ceil(least / 2) * 2), highest, total)
@@ -164,13 +155,8 @@ def video_names(tokenizer: Any, spec: VisionSpec) -> tuple[str, str, str]:
 def video_text(seconds: Sequence[float], names: tuple[str, str, str]) -> str:
     """Return the text that stands for a video in a prompt: for each pair of frames, its time and a block of tokens.
 
-    Args:
-        seconds: The time of each pair of frames.
-        names: The tokens for the begin of a block, a feature, and the end of a block. The second is written once here
-            and repeated after tokenisation.
-
-    Source:
-        Qwen3VLProcessor of transformers and of mlx-vlm.
+    The tokens are those of video_names(). That of a feature is written once here and repeated after tokenisation, as
+    Qwen3VLProcessor of transformers and of mlx-vlm does.
     """
     return "".join(f"<{at:.1f} seconds>{''.join(names)}" for at in seconds)
 
@@ -184,8 +170,7 @@ def name_of(video: Video) -> str:
 def _seconds(times: Sequence[float], count: int) -> list[float]:
     """Return the mean time of the first and last frame of each of `count` groups, padding with the last frame.
 
-    Source:
-        Qwen3VLProcessor._calculate_timestamps of transformers: its order of operations decides the last digit.
+    The order of operations, which decides the last digit, is that of Qwen3VLProcessor in transformers.
     """
     size = -(-len(times) // count)
     padded = [*times, *[times[-1]] * (size * count - len(times))]

@@ -33,15 +33,7 @@ class FrozenTower:
 
     The result is {"features": [I*P/merge^2, D], "deep": a list with such an array for each deeper layer (deepstack)}.
     Rows are in the order that the batch's `feature_rows` counts; rows of padding are zeros. The result is empty for a
-    batch without images.
-
-    Args:
-        model: A vision-language model that split.py supports.
-        cache_bytes: The main memory that cached features take at most. The features of further images are computed
-            each time.
-
-    Attributes:
-        cached_bytes: The bytes of the features that are cached.
+    batch without images. Cached features take `cache_bytes` of main memory at most, and `cached_bytes` now.
     """
 
     def __init__(self, model: Any, cache_bytes: int = CACHE_BYTES) -> None:
@@ -84,15 +76,8 @@ class FrozenTower:
         return bits
 
     def frame_features(self, batch: VisionBatch, index: int, size: int) -> list[mx.array]:
-        """Run the tower on one frame, lazily.
-
-        Args:
-            batch: The batch that holds the frame.
-            index: The number of the frame in the batch.
-            size: The number of patches to run on, padding included.
-
-        Returns:
-            The features [size/merge^2, D], then those of each deeper layer.
+        """Run the tower, lazily, on one frame of a batch and `size` patches, padding included. The result is the
+        features [size/merge^2, D], then those of each deeper layer.
         """
         frame = {"patches": batch.patches, "cells": batch.cells, "present": batch.present}
         inputs = {name: mx.array(array[index : index + 1, :size]) for name, array in frame.items()}

@@ -62,13 +62,7 @@ class Picture:
 
 
 class ImageShapes(NamedTuple):
-    """The shapes of a batch's images.
-
-    Attributes:
-        frames: The number of frames, padding included.
-        patches: The number of patches in each frame, padding included.
-        uncounted: The number of the batch's positions that do not count in the loss.
-    """
+    """The numbers of a batch's frames and of the patches in each, padding included, and of positions without a loss."""
 
     frames: int
     patches: int
@@ -105,24 +99,13 @@ def single_frames(grids: Sequence[Grid]) -> list[Grid]:
 
 
 def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec) -> np.ndarray:
-    """Compute the time, row and column of each token.
+    """Compute the time, row and column [3, N] int32 of each token [N], with the grids of images in order.
 
     Text counts up in all three. The tokens of an image count from where the text before it ended, and the text after it
-    continues behind the largest of their positions.
+    continues behind the largest of their positions. A video is given as one grid for each frame (single_frames).
+    ValueError where the numbers of image tokens do not fit the grids.
 
-    Args:
-        tokens: Token ids [N].
-        grids: The grid of each image, in order. A video is given as one grid for each frame (single_frames).
-        spec: The numbers of the vision tower.
-
-    Returns:
-        int32 [3, N].
-
-    Raises:
-        ValueError: The numbers of image tokens do not fit the grids.
-
-    Source:
-        Qwen3VLModel.get_rope_index in Hugging Face transformers.
+    Source: Qwen3VLModel.get_rope_index in Hugging Face transformers.
     """
     marks = (tokens == spec.image_token) | (tokens == spec.video_token)
     positions = np.zeros((3, len(tokens)), np.int32)
@@ -147,19 +130,9 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec)
 def vision_batch(
     rows: Sequence[tuple[np.ndarray, np.ndarray, Sequence[Picture]]], width: int, spec: VisionSpec
 ) -> VisionBatch:
-    """Make the inputs of a step from rows of tokens and pictures.
+    """Make the inputs of a step from rows of tokens [N], their positions [3, N] and pictures, padded to `width` tokens.
 
-    Args:
-        rows: For each row its tokens [N], their positions [3, N], and its pictures in the order of the tokens. Every
-            image token needs its feature, so no picture may be cut off.
-        width: The number of tokens that rows are padded to.
-        spec: The numbers of the vision tower.
-
-    Returns:
-        The padded arrays.
-
-    Raises:
-        ValueError: A row has another number of image tokens than its pictures have features.
+    Every image token needs its feature, so no picture may be cut off: ValueError where the numbers differ.
     """
     frames = [
         (row, patches, grid)
@@ -204,14 +177,7 @@ def padded_frames(count: int) -> int:
 
 
 def blank_vision_batch(rows: int, width: int, frames: tuple[int, int], spec: VisionSpec) -> VisionBatch:
-    """A batch that holds only padding.
-
-    Args:
-        rows: The number of rows.
-        width: The number of tokens in each row.
-        frames: The number of frames, and of patches in each.
-        spec: The numbers of the vision tower.
-    """
+    """Return a batch that holds only padding; `frames` is the number of frames, and of patches in each."""
     count, size = frames
     return VisionBatch(
         positions=np.broadcast_to(np.arange(width, dtype=np.int32), (3, rows, width)).copy(),

@@ -19,15 +19,8 @@ from ..transformers_configs import completed, refusing_config, with_joined_exper
 
 
 def check_vision(config: dict[str, Any], path: Path, why: str) -> None:
-    """Check that a model can be trained on images.
-
-    Args:
-        config: The content of config.json.
-        path: The checkpoint folder.
-        why: The reason for needing a vision tower, as a clause with which messages begin.
-
-    Raises:
-        UserError: The model has no vision tower, or mlx-vlm is not installed or does not know the model.
+    """Refuse a model without a vision tower, or that mlx-vlm does not know; `why` is a clause with which messages
+    begin.
     """
     if not config.get("vision_config"):
         raise UserError(
@@ -57,19 +50,10 @@ def architecture(config: dict[str, Any]) -> Any:
 
 
 def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bool) -> nn.Module:
-    """Load the model of a checkpoint folder through mlx-vlm.
+    """Load the model of a checkpoint folder through mlx-vlm, of its own class.
 
-    Args:
-        path: The checkpoint folder.
-        config: The content of its config.json.
-        checked: Takes mlx-vlm's model class and returns a subclass that compares tensors as they are loaded.
-        lazy: Leave weights on the disk until they are used.
-
-    Returns:
-        The model, of mlx-vlm's own class.
-
-    Raises:
-        UserError: If mlx-vlm cannot build the model, or tensors do not fit.
+    `checked` takes mlx-vlm's model class and returns a subclass that compares tensors as they are loaded. With `lazy`,
+    weights stay on the disk until they are used.
     """
     from mlx_vlm.utils import load_model
 
@@ -98,11 +82,7 @@ def load_vision_model(path: Path, config: dict[str, Any], checked: Any, lazy: bo
 
 
 def new_vision_model(config: dict[str, Any], seed: int, *, lazy: bool = False) -> nn.Module:
-    """Build mlx-vlm's model with random weights from `seed`, drawn when they are used if `lazy`.
-
-    Raises:
-        UserError: mlx-vlm cannot build it from this config.
-    """
+    """Build mlx-vlm's model with random weights from `seed`, drawn when they are used if `lazy`."""
     module = architecture(config)
     mx.random.seed(seed)
     with refusing_config("config.json: mlx-vlm cannot build a model from it"):
@@ -122,13 +102,11 @@ def build(module: Any, config: dict[str, Any]) -> nn.Module:
 
 
 def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]]:
-    """Make one function of all the `sanitize` methods of an mlx-vlm model.
+    """Return one function of all the `sanitize` methods of an mlx-vlm model: {name in the files: tensor} -> {parameter:
+    tensor}.
 
     Those methods may change tensors in place (upstream adds one to the weights of norms); this function never does. A
     tensor that is only renamed comes back as the same object.
-
-    Returns:
-        A function from {name in the files: tensor} to {name of a parameter: tensor}.
     """
 
     def sanitize_all(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -156,19 +134,7 @@ def sanitizer(model: Any) -> Callable[[dict[str, mx.array]], dict[str, mx.array]
 
 
 def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
-    """Load a checkpoint's processor, which cuts images into patches, through mlx-vlm.
-
-    Args:
-        path: The checkpoint folder.
-        config: The content of its config.json.
-        trust_remote_code: Whether Python code in the checkpoint may run.
-
-    Returns:
-        The processor, with an `image_processor`.
-
-    Raises:
-        UserError: The processor is missing or damaged, or needs a package that is not installed.
-    """
+    """Load a checkpoint's processor, with its `image_processor`, which cuts images into patches, through mlx-vlm."""
     from mlx_vlm import utils
 
     architecture(config)  # Imports the module, which registers mlx-vlm's processors; they need no torch.

@@ -32,20 +32,12 @@ class TowerInputs(NamedTuple):
 def run_tower(tower: Any, inputs: TowerInputs) -> tuple[mx.array, list[mx.array]]:
     """Compute the features of I frames of P patches from arrays alone, so that it can be part of a compiled step.
 
-    The modules are upstream's; only the order in which they are called is written here. Each frame is a row of a
-    batch, so that no frame attends to another. Upstream runs all frames as one sequence and cuts it at lengths that it
-    reads on the host.
+    The modules are upstream's; only the order in which they are called is written here. Each frame is a row of a batch,
+    so that no frame attends to another. Upstream runs all frames as one sequence and cuts it at lengths that it reads
+    on the host. The result is the features [I*P/merge^2, D] in the order of frames and patches, and for each deeper
+    layer of the tower its features of the same shape (deepstack).
 
-    Args:
-        tower: The vision tower of an mlx-vlm model.
-        inputs: The arrays of the frames.
-
-    Returns:
-        The features [I*P/merge^2, D] in the order of frames and patches, and for each deeper layer of the tower its
-        features of the same shape (deepstack).
-
-    Source:
-        mlx_vlm.models.qwen3_vl.vision.VisionModel, and Qwen3VLVisionModel in Hugging Face transformers.
+    Source: mlx_vlm.models.qwen3_vl.vision.VisionModel, and Qwen3VLVisionModel in Hugging Face transformers.
     """
     frames, count, _ = inputs.patches.shape
     dtype = tower.patch_embed.proj.weight.dtype
@@ -109,10 +101,8 @@ def has_vision(model: nn.Module) -> bool:
 
 
 def vision_spec(model: Any) -> VisionSpec:
-    """Read the numbers of a model's vision tower that inputs depend on.
-
-    Raises:
-        UserError: The vision tower is not of the kind of Qwen3-VL's.
+    """Read the numbers of a vision tower that inputs depend on; UserError for one that is not of the kind of
+    Qwen3-VL's.
     """
     tower, config = model.get("vision_tower"), model.config
     parts = ("patch_embed", "pos_embed", "rotary_pos_emb", "blocks", "merger")
@@ -139,15 +129,7 @@ def vision_spec(model: Any) -> VisionSpec:
 
 
 def vision_arrays(batch: VisionBatch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> VisionArrays:
-    """Turn a batch into the arrays that the backbone takes.
-
-    Args:
-        batch: The batch.
-        tower: A tower that does not train (frozen_tower.FrozenTower). It runs here, outside the compiled step.
-
-    Returns:
-        The arrays (see VisionArrays).
-    """
+    """Turn a batch into the arrays that the backbone takes; a `tower` that does not train (FrozenTower) runs here."""
     arrays: VisionArrays = {"positions": mx.array(batch.positions), "feature_rows": mx.array(batch.feature_rows)}
     if tower is not None:
         arrays |= tower(batch)
@@ -174,18 +156,11 @@ class VisionSplit(NamedTuple):
 
 
 def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
-    """Split `model` and compare its parts with upstream's forward pass. Call it while the patches are applied.
+    """Split a model of mlx-vlm and compare its parts with upstream's forward pass. Call it while the patches are
+    applied.
 
-    Args:
-        model: A vision-language model of mlx-vlm.
-        compare: False skips the comparison: nothing is computed, and weights that were loaded lazily are not read.
-
-    Returns:
-        The parts.
-
-    Raises:
-        UserError: The parts compute something else than upstream's forward pass (the message says by how much), or the
-            vision tower is of an unknown kind.
+    Without `compare` nothing is computed, and weights that were loaded lazily are not read. UserError says by how much
+    the parts differ from upstream's forward pass, or names a vision tower of an unknown kind.
     """
     language = model.language_model
     head = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear

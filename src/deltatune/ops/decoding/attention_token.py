@@ -35,20 +35,10 @@ BOUNDS = {mx.float32: 2.0**-17, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
 
 
 def attention_token(q: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, scale: float) -> mx.array:
-    """Return softmax(scale q keys^T) values for the first keys of each row.
+    """Return softmax(scale q keys^T) values for the first keys of each row, [B, Hq, 1, D], D one of SIZES.
 
-    Args:
-        q: [B, Hq, 1, D], D one of SIZES.
-        keys: [B, Hk, T, D], Hq a multiple of Hk, in q's dtype.
-        values: [B, Hk, T, D].
-        lengths: [B] int32: how many keys row b sees, from 1 to T.
-        scale: That of the scores.
-
-    Returns:
-        [B, Hq, 1, D].
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
+    q is [B, Hq, 1, D], keys and values [B, Hk, T, D] of its dtype, Hq a multiple of Hk; `lengths` [B] int32 counts the
+    keys that row b sees, from 1 to T. A ValueError says that `covers` refuses the arrays.
     """
     if not covers(q, keys, values, lengths):
         raise ValueError(

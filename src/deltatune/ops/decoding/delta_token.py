@@ -72,16 +72,10 @@ class DeltaToken:
 class TokenArrays:
     """The arrays of one token of each row.
 
-    Attributes:
-        projected: The outputs of the layer's projections, beside one another as one array [B, C + Hv Dv + 2 Hv] or by
-            themselves: x [B, C], the queries, keys and values before their convolution; z [B, Hv Dv], the gate of the
-            output; b [B, Hv]; and a [B, Hv].
-        before: [B, K - 1, C], the inputs of the convolution before x, oldest first.
-        state: [B, Hv, Dv, Dk] fp32.
-        taps: [C, K].
-        A_log: [Hv] fp32.
-        dt_bias: [Hv].
-        weight: [Dv], that of the output's norm.
+    `projected` are the outputs of the layer's projections, beside one another as one array [B, C + Hv Dv + 2 Hv] or by
+    themselves: x [B, C], the queries, keys and values before their convolution; z [B, Hv Dv], the gate of the output; b
+    [B, Hv]; and a [B, Hv]. `before` [B, K - 1, C] are the convolution's inputs before x, oldest first; `state` is [B,
+    Hv, Dv, Dk] fp32, `taps` [C, K], `A_log` [Hv] fp32, `dt_bias` [Hv], and `weight` [Dv], that of the output's norm.
     """
 
     projected: tuple[mx.array, ...]
@@ -108,17 +102,9 @@ class TokenArrays:
 def delta_token(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     """Return the layer's output before its last projection, and the arrays that the next token needs.
 
-    Args:
-        layer: The sizes and constants of the layer.
-        arrays: The token's arrays; the projections and `before` have one dtype.
-
-    Returns:
-        The output [B, Hv Dv], the convolution's last inputs, as `before`, and the state.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
-
-    Source: `GatedDeltaNet` of mlx_lm/models/qwen3_5.py, for one token.
+    They are the output [B, Hv Dv], the convolution's last inputs, as `before`, and the state; the projections and
+    `before` have one dtype. A ValueError says that `covers` refuses the arrays. Source: `GatedDeltaNet` of
+    mlx_lm/models/qwen3_5.py, for one token.
     """
     if is_small_case():
         note("delta token")

@@ -105,16 +105,8 @@ def gated_attention_token(layer: GatedAttention, arrays: RowArrays) -> mx.array:
     """Return the layer's output before its last projection, [B, 1, Hq D], and put the token into keys and values.
 
     The arrays `keys` and `values` are changed themselves, so nothing else may hold them, and whoever reads them next
-    has to wait for this output.
-
-    Args:
-        layer: The sizes and constants of the layer.
-        arrays: The token's arrays; the projections, the keys and the values have one dtype.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
-
-    Source: `Qwen3NextAttention` of mlx_lm/models/qwen3_next.py, for one token.
+    has to wait for this output. A ValueError says that `covers` refuses the arrays. Source: `Qwen3NextAttention` of
+    mlx_lm/models/qwen3_next.py, for one token.
     """
     if not covers(layer, arrays):
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())

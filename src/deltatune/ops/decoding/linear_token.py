@@ -38,12 +38,7 @@ BOUNDS = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
 
 
 class RowNorm(NamedTuple):
-    """An RMS norm of the rows that a linear layer reads.
-
-    Attributes:
-        weight: [in].
-        eps: The epsilon added to the mean of the squares.
-    """
+    """An RMS norm, with weights [in], of the rows that a linear layer reads."""
 
     weight: mx.array
     eps: float
@@ -52,10 +47,8 @@ class RowNorm(NamedTuple):
 class LowRank(NamedTuple):
     """The low-rank update that adapters add to the products.
 
-    Attributes:
-        a: The narrow factors, [r, in], which multiply the rows first.
-        b: The other factor, times the adapter's scale, [out, r].
-        second_b: That of the second weight, or None where there is none.
+    `a` [r, in] multiplies the rows first, then b [out, r], times the adapter's scale; `second_b` is that of a second
+    weight.
     """
 
     a: mx.array
@@ -118,13 +111,7 @@ class TokenBlock(NamedTuple):
 def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.array:
     """Apply a linear layer, with the operations around it, to one token of each row; return [..., out].
 
-    Args:
-        call: The token's arrays, of one dtype.
-        block: The share of a block; the default depends on the number of rows.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
-
+    The share of a `block` depends on the number of rows by default. A ValueError says that `covers` refuses the arrays.
     Source: the layers around nn.Linear in mlx_lm/models/qwen3_5.py, for one token.
     """
     if is_small_case():
@@ -254,10 +241,7 @@ def _plan(
 def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: TokenBlock) -> Case[Device]:
     """Return the case of more rows and outputs than a block takes, and inputs that the groups share unequally.
 
-    Args:
-        parts: Whether there are a norm, a second weight, adapters, and a residual.
-        dtype: That of all arrays.
-        block: The share of a block.
+    `parts` says whether there are a norm, a second weight, adapters, and a residual.
     """
     rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * block.groups + 40, 16 * block.tiles + 8, 40
     names = ("x", "weight", "second", "norm", "a", "b", "second_b", "residual")

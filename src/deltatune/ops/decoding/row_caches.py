@@ -33,12 +33,9 @@ class RecurrentRows(States):
 
 
 class AttentionRows:
-    """The keys and values of an attention layer, in the place of mlx-lm's KVCache.
+    """The keys and values [B, heads, T, D] of an attention layer, with room for T, in the place of mlx-lm's KVCache.
 
-    Args:
-        keys: [B, heads, T, D], with room for T tokens.
-        values: [B, heads, T, D'].
-        offset: How many tokens each row has already, [B] int32. A row that has T keeps its last token's place.
+    `offset` [B] int32 counts the tokens of each row. A row that has T keeps its last token's place.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array):
@@ -56,8 +53,7 @@ class AttentionRows:
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return which keys the next token of each row sees, [B, 1, 1, T]; attention need not read it.
 
-        Raises:
-            ValueError: For more than one token, or a window.
+        More than one token, or a window, is a ValueError.
         """
         if tokens != 1 or window_size is not None:
             raise ValueError(f"AttentionRows: one token a row and no window, got {tokens} and {window_size}.")

@@ -41,17 +41,12 @@ BOUND = 2.0**-16
 
 
 def sampled_token(logits: mx.array, key: mx.array, temperature: float) -> list[mx.array]:
-    """Sample a token of each row from softmax(logits / temperature), computed in fp32.
+    """Sample a token of each row from softmax(logits / temperature), computed in fp32; logits are [B, V] floats.
 
-    Args:
-        logits: [B, V] floats.
-        key: The random key, [2] uint32, on which this token and those after it depend, `twice`.
-        temperature: The divisor of the logits.
-
-    Returns:
-        The tokens [B] int32; the tokens again, their log-probabilities, and the entropies of the rows in nats, [3, B]
-        fp32, which are to be read; and the key of the next token, as `key`. A row with a NaN or without a finite logit
-        has an entropy that is not finite.
+    `key` [2] uint32 is the random key, `twice`, on which this token and those after it depend. Returned are the tokens
+    [B] int32; the tokens again, their log-probabilities, and the entropies of the rows in nats, [3, B] fp32, which are
+    to be read; and the key of the next token, as `key`. A row with a NaN or without a finite logit has an entropy that
+    is not finite.
     """
     of_shares, of_rows = _plans(logits.shape, logits.dtype, temperature)
     (shares,) = SHARES({"logits": logits, "key": key}, of_shares)

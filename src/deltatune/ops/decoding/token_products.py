@@ -17,12 +17,9 @@ from .linear_token import LinearToken, LowRank, RowNorm, linear_token, serves
 
 
 class Matrix(NamedTuple):
-    """The matrix of a linear layer with its adapter: weight + b a.
+    """The matrix of a linear layer, [out, in], with its adapter: weight + b a.
 
-    Attributes:
-        weight: [out, in].
-        a: The narrow factor of an adapter, [r, in], or None.
-        b: Its other factor, times the adapter's scale, [out, r], or None.
+    a is [r, in], and b [out, r], times the adapter's scale; both are None without an adapter.
     """
 
     weight: mx.array

@@ -16,13 +16,7 @@ from .group import MatrixProducts
 
 
 class AcrossGradients(NamedTuple):
-    """The gradients of the results of the loop over n chunks.
-
-    Attributes:
-        deltas: [n, ..., C, Dv].
-        states_after: [n, ..., Dv, Dk], of the state after each chunk.
-        state: [..., Dv, Dk], of the state before the first chunk.
-    """
+    """The gradients of the results of the loop over n chunks; deltas are [n, ..., C, Dv], a state [..., Dv, Dk]."""
 
     deltas: mx.array
     states_after: mx.array
@@ -32,18 +26,10 @@ class AcrossGradients(NamedTuple):
 def forward_across(
     products: MatrixProducts, u: mx.array, w: mx.array | None, k_end: mx.array, decay: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Carry the state through n chunks.
+    """Carry the state [..., Dv, Dk] before the first of n chunks through all of them.
 
-    Args:
-        products: Multiplies.
-        u: [n, ..., C, Dv], the deltas that a zero state would give.
-        w: [n, ..., C, Dk], the factor of the state in the deltas.
-        k_end: [n, ..., C, Dk], keys decayed to the end of their chunk.
-        decay: [n, ..., 1, 1 or Dk], the product of each chunk's gates.
-        state: [..., Dv, Dk] before the first chunk.
-
-    Returns:
-        The states before each chunk [n, ..., Dv, Dk], the deltas [n, ..., C, Dv], and the state after the last chunk.
+    The deltas that a zero state would give are `u` [n, ..., C, Dv]; `w` and `k_end` are [n, ..., C, Dk], and `decay` is
+    [n, ..., 1, 1 or Dk]. Returned are the states before each chunk, the deltas, and the state after the last chunk.
     """
     states, deltas = [], []
     chunks = zip(*map(_chunks, (u, k_end, decay)), _factors(w, u), strict=True)
@@ -65,14 +51,10 @@ def backward_across(
     decay: mx.array,
     dstate: mx.array,
 ) -> AcrossGradients:
-    """Carry the gradient of the state back through n chunks.
+    """Carry `dstate`, the gradient of the state after the last of n chunks, back through all of them.
 
-    Args:
-        products: Multiplies.
-        ddelta_y: [n, ..., C, Dv], the gradients that the deltas get from the outputs alone.
-        dstate_y: [n, ..., Dv, Dk], the gradients that the states before each chunk get from the outputs alone.
-        w, k_end, decay: As in `forward_across`.
-        dstate: [..., Dv, Dk], the gradient of the state after the last chunk.
+    The gradients that the outputs alone give are `ddelta_y` [n, ..., C, Dv], of the deltas, and `dstate_y` [n, ..., Dv,
+    Dk], of the states before each chunk. The others are as in `forward_across`.
     """
     ddeltas, dstates_after = [], []
     factors = _factors(w, ddelta_y)

@@ -14,15 +14,7 @@ def check(
     mask: mx.array | None,
     segments: mx.array | None,
 ) -> None:
-    """Raise a ValueError where a shape or a dtype is wrong.
-
-    Args:
-        operator: The operator's name, for the message.
-        floats: q, k, v, log_g and, for `gated_delta`, beta.
-        initial_state: The state before the first token.
-        mask: The mask.
-        segments: The segments.
-    """
+    """Raise a ValueError where a shape or a dtype is wrong; `floats` are q, k, v, log_g and, for gated_delta, beta."""
     for name in ("q", "k", "v"):
         if floats[name].ndim != 4:
             came = list(floats[name].shape)

@@ -22,14 +22,10 @@ class Level(NamedTuple):
 
 
 def decay_levels(gate: mx.array) -> tuple[list[Level], mx.array, mx.array]:
-    """Return the decays between all tokens of a chunk.
+    """Return the decays between all tokens of a chunk, from its gates [..., C, Dk], where C is a power of two.
 
-    Args:
-        gate: [..., C, Dk], where C is a power of two.
-
-    Returns:
-        The levels for w = 1, 2, ... C / 2; the decay from the chunk's start to after each token [..., C, Dk]; and that
-        from after each token to the chunk's end [..., C, Dk].
+    They are the levels for w = 1, 2, ... C / 2; the decay from the chunk's start to after each token [..., C, Dk]; and
+    that from after each token to the chunk's end [..., C, Dk].
     """
     *batch, size, channels = gate.shape
     prefix, suffix = gate, mx.ones_like(gate)

@@ -14,12 +14,11 @@ from ...machine import backend
 from .. import IMPLEMENTATIONS
 from ..operator.operator import Candidate, Operator
 from . import fused_op, native, trial_case, workloads
-from .call import Call
 from .chunk import gated_delta_chunk
 from .group import MatrixProducts
 from .naive import gated_delta_naive
 from .tiling import Shape, Tiling
-from .trial_case import Implementation
+from .trial_case import Call, Implementation
 
 
 def fused_candidate(call: Call) -> Candidate | str:

@@ -19,7 +19,6 @@ from ..tracing.turns import blank
 from . import channel, scalar
 from .across import backward_across, forward_across
 from .chunking import Chunking, Span, choose_chunking, empty_chunks, group_of, sequence_of, write_group
-from .gates import effective_gates
 from .group import IN_FP32, Gradients, Group, MatrixProducts
 from .transforms import no_second_derivative, over_batch
 
@@ -42,13 +41,8 @@ def gated_delta_chunk(
     """Compute the chunkwise form, with a hand-derived backward pass. Arguments and results are those of `gated_delta`.
 
     Without `beta` they are those of `linear_attention`. With one gate per head, `products` multiply. It runs on every
-    device and in mx.vmap, mx.compile and mx.checkpoint.
-
-    Raises:
-        NotImplementedError: A second derivative is taken.
-
-    Source:
-        arXiv 2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md in this folder.
+    device and in mx.vmap, mx.compile and mx.checkpoint; a second derivative raises NotImplementedError. Sources: arXiv
+    2406.06484 (chunks), 2412.06464 (gates), 2510.26692 (gates per channel); README.md in this folder.
     """
     batch, length, value_heads, value_size = v.shape
     inputs = input_of(q, k, v)
@@ -64,6 +58,30 @@ def gated_delta_chunk(
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
     return y, state
+
+
+def effective_gates(
+    log_g: mx.array, written: mx.array, mask: mx.array | None, segments: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """Return log_g in fp32 and beta under which a masked step does nothing and a new segment starts from a zero state.
+
+    A masked step gets gate 1 and beta 0 (without beta, `written` is v, which becomes 0). The first step of a segment
+    gets gate 0, whether it is masked or not. All are constants, so no gradient reaches log_g, beta or v there.
+    """
+    log_g = log_g.astype(mx.float32)
+    if mask is not None:
+        written = mx.where(_broadcastable(mask, written), written, mx.zeros((), written.dtype))
+        log_g = mx.where(_broadcastable(mask, log_g), log_g, 0.0)
+    if segments is not None:
+        changed = segments[:, 1:] != segments[:, :-1]
+        restart = mx.concatenate([mx.zeros((changed.shape[0], 1), dtype=mx.bool_), changed], axis=1)
+        log_g = mx.where(_broadcastable(restart, log_g), -mx.inf, log_g)
+    return log_g, written
+
+
+def _broadcastable(flags: mx.array, array: mx.array) -> mx.array:
+    """Return flags [B, T] with axes of 1 appended, so that they broadcast over an array [B, T, ...]."""
+    return flags.reshape(*flags.shape, *(1,) * (array.ndim - 2))
 
 
 @lru_cache
@@ -91,7 +109,7 @@ def _differentiable(chunking: Chunking, floats: int, source: Input) -> _Function
 
 
 def _load_group(inputs: Sequence[mx.array], span: Span, size: int, previous: Sequence[mx.array]) -> list[mx.array]:
-    """Copy the chunks of one group out of q, k and the other inputs: q above k, then the others.
+    """Copy the chunks of one group out of q, k and the other inputs, in fp32: q above k, then the others.
 
     An empty slice of each array in `previous` joins every copy, so that MLX does not make the copies of a group before
     the group before it is done. For the first group, `previous` contains the inputs: if mx.vmap maps one of them, every
@@ -102,8 +120,10 @@ def _load_group(inputs: Sequence[mx.array], span: Span, size: int, previous: Seq
     nothing = mx.concatenate([x[..., :0].reshape(0) for x in previous])
 
     def copied(*parts: mx.array) -> mx.array:
-        shape = parts[0].shape
-        return mx.concatenate([*parts, nothing.reshape(*shape[:4], 0, *shape[5:])], axis=4)
+        shape, dtype = parts[0].shape, parts[0].dtype
+        empty = nothing.astype(dtype).reshape(*shape[:4], 0, *shape[5:])
+        # A cast before would be one of the forward and the backward pass, and be kept between them.
+        return mx.concatenate([*parts, empty], axis=4).astype(mx.float32)
 
     return [copied(q, k), *map(copied, others)]
 

@@ -54,12 +54,12 @@ def choose_chunking(length: int, heads: int, key_size: int, products: MatrixProd
 
 
 def group_of(x: mx.array, span: Span, size: int, key_heads: int) -> mx.array:
-    """Return the tokens of `span` in x [B, T, H, ...] as chunks [n, B, K, H / K, C, ...] in fp32.
+    """Return the tokens of `span` in x [B, T, H, ...] as chunks [n, B, K, H / K, C, ...].
 
     Zeros fill the last chunk after the last token.
     """
     start, stop, count, _ = span
-    part = x[:, start:stop].astype(mx.float32)
+    part = x[:, start:stop]
     missing = count * size - (stop - start)
     if missing:
         part = mx.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))

@@ -12,15 +12,10 @@ INPUTS = ("q", "k", "v", "log_g", "beta", "initial_state")
 
 
 def recurrence(inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict:
-    """Compute the outputs and the gradients of the recurrence in float64.
+    """Compute the recurrence in float64: `y`, the final `state`, and the gradient of each input by its name.
 
-    Args:
-        inputs: The arrays named in INPUTS (or all but `beta`), and `mask` and `segments` where there are any.
-        dy: The cotangent of y, [B, T, Hv, Dv].
-        dstate: The cotangent of the final state, [B, Hv, Dv, Dk].
-
-    Returns:
-        `y`, `state` (the final one) and, by the name of each input, its gradient.
+    `inputs` are the arrays named in INPUTS (or all but `beta`), and `mask` and `segments` where there are any; `dy` [B,
+    T, Hv, Dv] and `dstate` [B, Hv, Dv, Dk] are the cotangents of y and of the final state.
     """
     repeats = inputs["v"].shape[2] // inputs["k"].shape[2]
     wide = {name: np.asarray(inputs[name], np.float64) for name in INPUTS if inputs.get(name) is not None}

@@ -33,14 +33,9 @@ def gated_delta_fused(
 ) -> tuple[mx.array, mx.array]:
     """Run the fused kernels: two launches forward and two backward. Arguments and results are those of `gated_delta`.
 
-    Without `beta` they are those of `linear_attention`.
-
-    Args:
-        tiling_of_call: Chooses how a call is divided, as `tiling_on` does for a machine; by default MLX's device.
-
-    Raises:
-        ValueError: The kernels do not support the call (the message is that of `unsupported`), or mx.vmap maps it.
-        NotImplementedError: A second derivative is taken.
+    Without `beta` they are those of `linear_attention`. `tiling_of_call` chooses how a call is divided, by default on
+    MLX's device. A call that the kernels do not support or that mx.vmap maps raises ValueError, and a second derivative
+    NotImplementedError.
     """
     tiling_of_call = tiling_of_call or tiling_on(backend.device())
     options = {"masked": mask is not None, "segmented": segments is not None, "per_channel": log_g.ndim == 4}

@@ -26,14 +26,7 @@ RESULTS = 2
 
 @dataclass(frozen=True)
 class FusedPasses:
-    """The passes of a kind of calls.
-
-    Attributes:
-        tiling_of_call: Chooses how a call is divided.
-        stateful, masked, segmented: Whether a call has an initial state, a mask, and segments.
-        per_channel: Whether it has a gate per key channel.
-        erases: Whether it has a beta.
-    """
+    """The passes of a kind of calls, with or without initial state, mask, segments, gates per channel, and beta."""
 
     tiling_of_call: TilingOfCall
     stateful: bool

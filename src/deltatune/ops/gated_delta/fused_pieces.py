@@ -57,12 +57,7 @@ def _bounds(length: int, parts: int, unit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FusedPieces:
-    """The passes of a call, which run on one piece after another.
-
-    Attributes:
-        passes: The passes of the whole call.
-        cut: How the call is cut.
-    """
+    """The passes of a whole call, which run on one piece after another."""
 
     passes: FusedPasses
     cut: Cut

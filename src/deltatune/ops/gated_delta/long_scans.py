@@ -25,12 +25,9 @@ _STATES = {"scan": ("initial", "last"), "reverse": ("d_last", "d_initial")}
 
 
 def run(tiling: Tiling, phase: str, arrays: Arrays) -> Arrays:
-    """Launch either scan on a call's arrays, and return its outputs by name, as one launch for the whole row does.
+    """Launch either scan, the phase `scan` or `reverse`, on the arrays that its kernel takes, and beta if there is one.
 
-    Args:
-        tiling: That of the call.
-        phase: `scan` or `reverse`.
-        arrays: The arrays that the kernel takes, and beta where the call has one.
+    The outputs by name are those of one launch for the whole row.
     """
     parts = _parts(tiling)
     if len(parts) == 1:

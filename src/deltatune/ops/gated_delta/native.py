@@ -6,7 +6,7 @@ import mlx.core as mx
 from packaging.version import Version
 
 from ...machine import backend
-from .gates import effective_gates
+from .chunk import effective_gates
 
 VERSION: str = mx.__version__  # type: ignore[attr-defined]
 # The first version of mlx with a gradient of the operator.
@@ -29,10 +29,8 @@ def gated_delta_native(
 ) -> tuple[mx.array, mx.array]:
     """Call MLX's operator, with mask and segments written into the gates and betas.
 
-    Arguments and results are those of `gated_delta`.
-
-    Raises:
-        ValueError: The operator does not serve this call; the message is that of `unsupported`.
+    Arguments and results are those of `gated_delta`. A call that it does not serve raises ValueError with the message
+    of `unsupported`.
     """
     reason = unsupported(k, v, log_g)
     if reason:

@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ..operator import candidates
 from .arguments import check
-from .call import Call
 from .choice import OPERATOR
+from .trial_case import Call
 
 
 def gated_delta(

@@ -337,19 +337,9 @@ def choose_tiling(
     per_channel: bool = False,
     erases: bool = True,
 ) -> Tiling | None:
-    """Choose the tiling of a call.
+    """Choose the first tiling, in order of preference, that fits into the shared memory of `metal` or `cuda`, or None.
 
-    Args:
-        machine: `metal` or `cuda`.
-        shape: (B, T, Hk, Hv, Dk, Dv).
-        dtype: That of q, k and v.
-        masked: Whether the call has a mask.
-        segmented: Whether the call has segments.
-        per_channel: Whether it has a gate per key channel.
-        erases: Whether it has a beta.
-
-    Returns:
-        The first tiling, in order of preference, that fits into the machine's shared memory, or None.
+    `shape` is (B, T, Hk, Hv, Dk, Dv), and `dtype` that of q, k and v.
     """
     key_size = shape[4]
     if machine == "metal":

@@ -24,15 +24,9 @@ def no_second_derivative(erases: bool) -> str:
 def over_batch(
     function: Callable[..., Sequence[mx.array]], batch_in: Sequence[int], batch_out: Sequence[int]
 ) -> Callable[..., tuple[list[mx.array], list[int]]]:
-    """Return a vmap rule for `function`, which folds the mapped axis into its batch axis.
+    """Return a rule for mx.custom_function.vmap, which folds the mapped axis into the batch axis of `function`.
 
-    Args:
-        function: Takes and returns arrays that each have a batch axis.
-        batch_in: The position of the batch axis in each input.
-        batch_out: The position of the batch axis in each output.
-
-    Returns:
-        A rule as `mx.custom_function.vmap` expects it: (inputs, mapped axes) -> (outputs, mapped axes).
+    `batch_in` and `batch_out` are the positions of the batch axis in each array that it takes and returns.
     """
 
     def rule(inputs: Sequence[mx.array], axes: Sequence[int | None]) -> tuple[list[mx.array], list[int]]:

@@ -1,4 +1,4 @@
-"""The case on which an implementation is tried before its first use for a class of calls."""
+"""Classes of calls, and the case on which an implementation is tried before its first use for a class."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...machine import backend
 from ..operator.case import Case
 from ..operator.measure import ROUNDING, as_float64
+from ..operator.timing import length_class
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, PRODUCTS_IN_BF16, SLOW, fused_bound
@@ -83,12 +85,59 @@ class ShapeClass:
         return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta, *times])
 
 
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call that decide which implementation can serve it; without beta, of linear attention."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    log_g: mx.array
+    masked: bool
+    segmented: bool
+    beta_dtype: mx.Dtype | None = mx.float32
+
+    @property
+    def erases(self) -> bool:
+        """Whether the call is one of gated_delta."""
+        return self.beta_dtype is not None
+
+    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32, *, timed: bool | None = None) -> ShapeClass:
+        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart.
+
+        Where implementations are `timed`, by default on MLX's device, calls of other lengths and of one row are apart.
+        """
+        heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
+        dtype = str(self.v.dtype).removeprefix("mlx.core.")
+        options = self.masked, self.segmented, self.log_g.ndim == 4
+        rates = str(beta).removeprefix("mlx.core.") if self.erases else ""
+        rows, tokens = self.k.shape[:2]
+        timed = backend.compares_times() if timed is None else timed
+        of_times = (length_class(tokens), rows == 1) if timed else ()
+        return ShapeClass(*heads, dtype, *options, tiling, rates, *of_times)
+
+    @staticmethod
+    def of_class(shape: ShapeClass) -> Call:
+        """Return a call of a class, with one token in each row."""
+        dtype = getattr(mx, shape.dtype)
+        q = mx.zeros((BATCH, 1, shape.key_heads, shape.key_size), dtype)
+        v = mx.zeros((BATCH, 1, shape.value_heads, shape.value_size), dtype)
+        gates = (*v.shape[:3], shape.key_size) if shape.per_channel else v.shape[:3]
+        beta = mx.float32 if shape.erases else None
+        return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented, beta)
+
+    @property
+    def words(self) -> str:
+        """The class of the call, in words that are the same on every machine."""
+        return str(self.shape_class(timed=True))
+
+
 def trial_case(
     shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH, rows: int = BATCH
 ) -> Case[Implementation]:
     """Return the case of a class of calls, forward and backward, with gates of every kind, slow ones in the last row.
 
-    The truth comes from chunk, or from naive if `by_recurrence`; either computes it in fp32 on the CPU.
+    The truth comes from chunk or, `by_recurrence`, from naive; either computes it in fp32 on the CPU.
     """
     drawn = Arguments.drawn(shape, length, rows)
     reference = implementation_of(shape, gated_delta_naive if by_recurrence else gated_delta_chunk)
@@ -131,10 +180,10 @@ def implementation_of(shape: ShapeClass, function: Implementation) -> Implementa
 def differentiated(
     function: Implementation, primals: Sequence[mx.array], constants: dict[str, Any], cotangents: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Return y, the final state and the gradients of the float arguments, not computed yet.
+    """Return y, the final state and the gradients of `primals`, not computed yet.
 
-    The function is called as `gated_delta` is, or `linear_attention`: with the primals, of which the initial state is
-    the last, and the mask and the segments as `constants`. The cotangents are those of y and of the final state.
+    The last of the primals is the initial state; `constants` are mask and segments, and `cotangents` the gradients of y
+    and of the final state. `function` is called as `gated_delta` is, or as `linear_attention`.
     """
 
     def call(*arrays: mx.array) -> tuple[mx.array, mx.array]:
@@ -146,10 +195,10 @@ def differentiated(
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a case: arrays for the implementation in its dtype, and a few heads in fp32 for the reference.
+    """The arguments of a case, for the implementation, in its dtype, and for the reference, a few heads in fp32.
 
-    `constants` are the mask and the segments, `names` those of the primals. `key_heads` and `value_heads` tell which of
-    the reference's heads each of the implementation's copies.
+    `constants` are mask and segments, `names` those of the primals; `key_heads` and `value_heads` say which of the
+    reference's heads each of the implementation's copies.
     """
 
     primals: list[mx.array]

@@ -14,15 +14,10 @@ BLOCK = 16
 
 
 def unit_lower_inverse(strict: mx.array) -> mx.array:
-    """Return (I + strict)^-1.
+    """Return (I + strict)^-1, for strictly lower triangular matrices [..., C, C] in fp32; C is 16 times a power of two.
 
     On a CPU, LAPACK's strtri computes it, which is itself a blocked substitution; elsewhere `blocked_inverse` does.
-
-    Args:
-        strict: [..., C, C] in fp32, strictly lower triangular, where C is 16 times a power of two.
-
-    Source:
-        Golub and Van Loan, Matrix Computations, 3.1; LAPACK strtri.
+    Source: Golub and Van Loan, Matrix Computations, 3.1.
     """
     size = strict.shape[-1]
     identity = mx.eye(size)

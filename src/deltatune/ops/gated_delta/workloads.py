@@ -12,7 +12,6 @@ import numpy as np
 from ..operator.case import Case, judged
 from ..operator.measure import relative_norm
 from ..operator.verdicts import Verdict
-from .call import Call
 from .chunk import gated_delta_chunk
 from .float64 import recurrence
 from .naive import gated_delta_naive
@@ -20,6 +19,7 @@ from .tolerances import BF16_NORM, EASY, FUSED_NORM, PRODUCTS_IN_BF16, SLOW, fus
 from .trial_case import (
     LENGTH,
     Arguments,
+    Call,
     Implementation,
     ShapeClass,
     differentiated,
@@ -31,13 +31,7 @@ from .trial_case import (
 
 @dataclass(frozen=True)
 class Workload:
-    """A class of calls, of two rows, of which the last has slow gates.
-
-    Attributes:
-        name: The workload's name.
-        shape: The class.
-        length: Tokens.
-    """
+    """A class of calls, of two rows of `length` tokens, of which the last has slow gates."""
 
     name: str
     shape: ShapeClass

@@ -41,11 +41,8 @@ Constants = Sequence[tuple[str, int | bool | mx.Dtype]]
 def built_side_by_side(builders: ThreadPoolExecutor | None = None) -> Iterator[None]:
     """Within the context kernels are built, each in a thread of its own, and not launched: their outputs are zeros.
 
-    Afterwards the same calls find their kernels built. A kernel that does not compile raises its error then.
-
-    Args:
-        builders: The threads, which may go on building after the context has ended. By default the context has threads
-            of its own, and ends when all kernels are built.
+    Afterwards the same calls find their kernels built. A kernel that does not compile raises its error then. `builders`
+    may go on building after the context has ended; without them it ends when all kernels are built.
     """
     if dispatch.current().builders is not None:
         yield
@@ -129,14 +126,7 @@ class CubinKernel:
     def text(
         self, constants: Constants, dtypes: Sequence[mx.Dtype], axes: Sequence[int], results: Sequence[mx.Dtype]
     ) -> str:
-        """Return the whole text of the kernel.
-
-        Args:
-            constants: Names and values of the compile-time constants.
-            dtypes: The dtype of each input.
-            axes: For each input, the number of axes of its shape, or 0 where `source` does not read the shape.
-            results: The dtype of each output.
-        """
+        """Return the kernel's text; `axes` counts those of an input's shape, 0 where `source` does not read it."""
         sizes = [
             (name, [f"{name}_{axis}" for axis in range(count)]) for name, count in zip(self.inputs, axes, strict=True)
         ]

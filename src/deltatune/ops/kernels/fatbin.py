@@ -20,19 +20,10 @@ _RELEASES = {13: "cu13", 12: "nvfatbin"}
 
 
 def packed(code: bytes, architecture: str) -> bytes:
-    """Pack the code of a kernel.
+    """Pack a cubin into a fat binary, or return it as it is where NVIDIA's library nvFatbin is missing or too old.
 
-    Args:
-        code: A cubin.
-        architecture: The compiler's name for the architecture that it is for, such as sm_90a.
-
-    Returns:
-        A fat binary with this code alone. It is `code` itself where NVIDIA's library nvFatbin is missing or too old.
-
-    Raises:
-        RuntimeError: The library refuses the code.
-
-    Source: https://docs.nvidia.com/cuda/nvfatbin
+    `architecture` is the compiler's name, such as sm_90a. RuntimeError says that the library refuses the code. Source:
+    https://docs.nvidia.com/cuda/nvfatbin
     """
     library = _library()
     if library is None:

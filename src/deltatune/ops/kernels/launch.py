@@ -146,13 +146,9 @@ class Plan:
 
 @dataclass(kw_only=True, eq=False)
 class Launch(Plan):
-    """One call of a kernel, as a device runs it.
+    """One call of a kernel, as a device runs it: with its inputs by name, and the `bytes` of a block's shared memory.
 
-    Attributes:
-        kernel: The kernel.
-        inputs: The input arrays by name.
-        bytes: The shared memory of a block.
-        calls: The compiled call, by machine, once it has run; shared by the launches of a plan.
+    `calls` is the compiled call, by machine, once it has run; the launches of a plan share it.
     """
 
     kernel: Kernel

@@ -40,14 +40,9 @@ _PLAIN, _SINGLE, _PAIR = SharedMatrix(4, 0), SharedMatrix(2, 1), SharedMatrix(4,
 def bytes_of(
     struct: str, arguments: tuple[str, ...], bodies: tuple[str, ...], values: tuple[tuple[str, Any], ...], machine: str
 ) -> int:
-    """Return the bytes of a layout.
+    """Return the bytes of a layout: of the struct template, the text of its arguments, and the values that those name.
 
-    Args:
-        struct: The name of the struct template.
-        arguments: The text of its arguments.
-        bodies: The files of the kernel's bodies.
-        values: The names and values that the arguments name.
-        machine: `cuda`, or any other where each number is held in its own dtype.
+    `bodies` are the files of the kernel's bodies. On machines other than `cuda` each number is held in its own dtype.
     """
     layouts = _layouts("cuda" if machine == "cuda" else "metal", bodies)
     operands = [layouts.value(text, dict(values)) for text in arguments]

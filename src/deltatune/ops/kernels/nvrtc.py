@@ -14,18 +14,9 @@ _RELEASES = {13: ("cu13", "cu13"), 12: ("cuda_nvrtc", "cuda_runtime")}
 
 
 def compiled(text: str, name: str, architecture: str) -> bytes:
-    """Compile a kernel.
+    """Compile CUDA C++ text to a cubin for an architecture such as sm_90a; messages call the text `name`.
 
-    Args:
-        text: The CUDA C++ text.
-        name: The name that the compiler's messages give the text.
-        architecture: The compiler's name for the GPU's architecture, such as sm_90a.
-
-    Returns:
-        The cubin.
-
-    Raises:
-        RuntimeError: The text does not compile (the message contains the compiler's), or the compiler is not installed.
+    RuntimeError has the compiler's message, or says that it is not installed.
     """
     return compiled_with_report(text, name, architecture)[0]
 

@@ -55,14 +55,7 @@ unsigned char* __restrict__ to = reinterpret_cast<unsigned char*>(x);
 
 
 class PinnedRoom:
-    """Page-locked memory of the host for one array of the GPU.
-
-    Args:
-        size: Its bytes.
-
-    Raises:
-        MemoryError: NVIDIA's driver gives none.
-    """
+    """Page-locked memory of the host for one array of the GPU; MemoryError if NVIDIA's driver gives no `size` bytes."""
 
     def __init__(self, size: int):
         address = nvidia.pinned(size)

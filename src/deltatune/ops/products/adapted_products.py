@@ -25,11 +25,8 @@ Weights = list[list[mx.array]]
 class AdaptedMatrix:
     """A frozen matrix W [out, in], and the factors A [in, r] and B [r, out] of its update.
 
-    Args:
-        weight: W alone or, if it is packed, its words, its scales, and its biases if there are any.
-        a: A.
-        b: B.
-        quantization: How W is packed, with its `transpose` true; or None.
+    `weight` is W alone or, if it is packed, its words, its scales, and its biases if there are any; `quantization` then
+    says how, with its `transpose` true.
     """
 
     weight: Sequence[mx.array]
@@ -39,15 +36,9 @@ class AdaptedMatrix:
 
 
 def adapted_products(x: mx.array, matrices: Sequence[AdaptedMatrix], scale: float) -> list[mx.array]:
-    """Return x W^T + scale * (x A) B for each of the matrices, with gradients for x and all factors and weights.
+    """Return x W^T + scale * (x A) B, [..., out], for each of the matrices, with gradients for x, factors and weights.
 
-    Args:
-        x: [..., in], of the dtype of all matrices.
-        matrices: The matrices and their factors.
-        scale: The factor of the updates.
-
-    Returns:
-        [..., out] for each matrix.
+    x is [..., in], of the dtype of all matrices.
     """
     count, packings = len(matrices), [matrix.quantization for matrix in matrices]
     source = input_of(x)

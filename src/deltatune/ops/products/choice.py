@@ -31,10 +31,7 @@ _BOUND = 1e-5
 class PackedProduct:
     """A class of products of rows with a quantised matrix [outputs, inputs], which share their times.
 
-    Attributes:
-        rows, outputs, inputs: Their numbers, down to a power of two that is _MOST at most.
-        dtype: That of the rows.
-        quantization: How the matrix is quantised.
+    The numbers are those of a product, down to a power of two that is _MOST at most.
     """
 
     rows: int
@@ -53,12 +50,7 @@ class PackedProduct:
 def unpacking_is_faster(x: mx.array, w: mx.array, quantization: Quantization) -> bool:
     """Whether `packed_product` takes the place of MLX's product by its time, on a device that compares times.
 
-    The unpacked matrix has to fit into one slab.
-
-    Args:
-        x: The rows, [..., inputs].
-        w: The packed matrix.
-        quantization: How it is quantised.
+    x are the rows, [..., inputs]. The unpacked matrix w has to fit into one slab.
     """
     if not backend.compares_times() or w.ndim != 2 or not is_floating(x) or not quantization.transpose:
         return False

@@ -302,14 +302,8 @@ def rows_products(
 ) -> list[mx.array]:
     """Return scale * x weight for each of the weights, reading x once if they are equally wide.
 
-    Args:
-        x: [..., K].
-        weights: Matrices [K, r], or [r, K] if `transpose`, of x's dtype.
-        scale: The factor of the results.
-        transpose: Whether a weight is multiplied by its last axis.
-
-    Returns:
-        [..., r] each, in x's dtype, with gradients by MLX's products.
+    x is [..., K], the weights [K, r], or [r, K] if `transpose`, of x's dtype, and the results [..., r] in it, with
+    gradients by MLX's products.
     """
     rank = _rank_together([weight.shape[0 if transpose else 1] for weight in weights])
     if covered(rank, x, *weights):
@@ -333,14 +327,8 @@ def columns_products(
 ) -> list[mx.array]:
     """Return scale * wide^T narrow for each of the narrow matrices, reading `wide` once if they are equally wide.
 
-    Args:
-        wide: [rows, K].
-        narrow: Matrices [rows, r] of the same dtype.
-        scale: The factor of the results.
-        across: Whether the result is transposed; then there is one narrow matrix.
-
-    Returns:
-        [K, r] each, or [r, K] if `across`, with gradients by MLX's products.
+    `wide` is [rows, K], and narrow matrices are [rows, r] of its dtype. The results are [K, r], or [r, K] if `across`,
+    which takes one narrow matrix; their gradients are by MLX's products.
     """
     rank = _rank_together([one.shape[1] for one in narrow])
     if covered(rank, wide, *narrow):
@@ -354,15 +342,9 @@ def columns_products(
 
 
 def columns_product(left: mx.array, right: mx.array, scale: float = 1.0) -> mx.array:
-    """Return scale * left^T right, summed over all leading axes, with gradients by MLX's products.
+    """Return scale * left^T right, [N, K] in left's dtype, summed over all leading axes; one of N and K is the rank.
 
-    Args:
-        left: [..., N].
-        right: [..., K], of left's leading axes and dtype. One of N and K is the rank.
-        scale: The factor of the result.
-
-    Returns:
-        [N, K] in left's dtype.
+    left is [..., N], right [..., K], of its leading axes and dtype. Gradients are by MLX's products.
     """
     left, right = as_matrix(left), as_matrix(right)
     if left.shape[-1] <= right.shape[-1]:
@@ -373,14 +355,8 @@ def columns_product(left: mx.array, right: mx.array, scale: float = 1.0) -> mx.a
 def both_products(d: mx.array, low_rank: mx.array, b: mx.array, scale: float = 1.0) -> tuple[mx.array, mx.array]:
     """Return scale * d b^T and scale * low_rank^T d, the gradients of h and B in y + scale * h B, reading d once.
 
-    Args:
-        d: [..., N], the gradient of the result.
-        low_rank: [..., r], of d's leading axes and dtype.
-        b: [r, N], of d's dtype.
-        scale: The factor of both results.
-
-    Returns:
-        [..., r] and [r, N] in d's dtype, with gradients by MLX's products.
+    d [..., N] is the gradient of the result, low_rank [..., r] has its leading axes, and b is [r, N], all of one dtype.
+    The results are [..., r] and [r, N] in it, with gradients by MLX's products.
     """
     rank = b.shape[0]
     if covered(rank, d, low_rank, b):
@@ -398,15 +374,8 @@ def add_products(
 ) -> mx.array:
     """Return y plus scale * narrow weight for each pair, rounded once if they are equally wide.
 
-    Args:
-        y: [..., N].
-        narrow: Arrays [..., r], of y's leading axes and dtype.
-        weights: As many matrices [r, N], or [N, r] if `transpose`, of y's dtype; several are [N, r].
-        scale: The factor of the products.
-        transpose: Whether a weight is multiplied by its last axis.
-
-    Returns:
-        [..., N] in y's dtype, with gradients by MLX's products.
+    y is [..., N], narrow arrays [..., r] of its leading axes, and weights [r, N], or [N, r] if `transpose`, as several
+    are; all have one dtype. Gradients are by MLX's products.
     """
     rank = _rank_together([one.shape[-1] for one in narrow])
     if covered(rank, y, *narrow, *weights):

@@ -54,10 +54,7 @@ class Quantization(NamedTuple):
 def serves(x: mx.array, w: mx.array, scales: mx.array) -> bool:
     """Whether `packed_product` is to be used for these rows on this device.
 
-    Args:
-        x: [..., K].
-        w: The packed matrix, or [..., out, packed in] with a matrix for each of the leading indices of x.
-        scales: The matrix's scales.
+    w is the packed matrix, or [..., out, packed in] with a matrix for each of the leading indices of x [..., K].
     """
     fewest_rows = backend.here(ROWS, 0)
     if unpacking.OPERATOR.is_for_here and scales.shape[-1] == 1:
@@ -129,11 +126,8 @@ def matrix_gradients(
 ) -> list[mx.array]:
     """Return the gradients of a packed matrix's arrays by MLX's operations: of scales and biases if they are floats.
 
-    Args:
-        x: The rows that met the matrix.
-        matrix: Words and scales, and biases if there are any.
-        quantization: How the matrix is quantised, and how it was multiplied.
-        dy: The gradient of the product.
+    x are the rows that met `matrix`, which is its words, scales, and biases if there are any; dy is the product's
+    gradient.
     """
     w, *stored = matrix
     if not is_floating(stored[0]):
@@ -159,13 +153,9 @@ def rows_times(
 ) -> mx.array:
     """Multiply rows by a packed matrix, or by one in 16 bits, of which one slab of rows is unpacked after another.
 
-    Args:
-        x: [..., in] if `transpose`, else [..., out].
-        matrix: Words and scales, and biases if there are any; or the matrix [out, in] alone.
-        quantization: How the matrix is quantised; its own `transpose` does not matter. None for a matrix in 16 bits.
-        transpose: Whether the result is x W^T, or x W.
-        onto: An array that is added to x W, without `transpose`.
-        unpack: Unpacks a slab, as mx.dequantize does; `unpacked` by default.
+    The result is x W^T of x [..., in] with `transpose`, which that of `quantization` does not change; else x W, of x
+    [..., out], plus `onto`. `matrix` is words and scales, and biases if there are any, or without `quantization` the
+    matrix [out, in] in 16 bits alone. `unpack` unpacks a slab as mx.dequantize does; `unpacked` by default.
     """
     w, *stored = matrix
     result_dtype = _result_dtype(x, stored[0] if stored else w)

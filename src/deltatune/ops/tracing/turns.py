@@ -39,4 +39,5 @@ def blank(like: mx.array, length: int, after: Sequence[mx.array], axis: int = 0)
     """
     shape = [*like.shape[:axis], length, *like.shape[axis + 1 :]]
     number = after[0][(slice(1),) * after[0].ndim].reshape([])
-    return mx.depends([mx.full(shape, number, like.dtype)], list(after))[0]
+    # mx.full() takes the dtype of a number that is an array.
+    return mx.depends([mx.full(shape, number.astype(like.dtype))], list(after))[0]

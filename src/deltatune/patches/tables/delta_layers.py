@@ -88,11 +88,7 @@ def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
 class _Heads:
     """How a layer makes queries, keys and values of its projection [B, T, C]: in one pass, or by MLX's operations.
 
-    Args:
-        layer: The layer.
-        norms: The norms of queries and keys.
-        before: The rows before the projection's first, [B, K - 1, C], or None for zeros.
-        documents: The documents of a packed row, or None.
+    The rows before the projection's first are `before`, [B, K - 1, C], or None for zeros.
     """
 
     def __init__(self, layer: Any, norms: conv.NormedHeads, before: mx.array | None, documents: mx.array | None):

@@ -38,14 +38,9 @@ class DeferredExperts:
     """Lazy outputs of experts [..., k, D], so that scores and the sum over k can join them.
 
     `(deferred * scores[..., None]).sum(axis=-2)` computes everything at once. Any other use first computes the outputs
-    and continues with that array. Functions of MLX, and operators with an array on their left, do not accept it;
-    no block in the tables below uses one.
-
-    Args:
-        run: Computes the outputs: summed with the scores [..., k] that it is given, or all k of them for None.
-        shape: [..., k, D].
-        dtype: The dtype of the outputs.
-        scores: The scores [..., k] by which the outputs are multiplied, or None.
+    and continues with that array. Functions of MLX, and operators with an array on their left, do not accept it; no
+    block in the tables below uses one. `run` computes the outputs: summed with the scores [..., k] that it is given, or
+    all k of them for None.
     """
 
     def __init__(

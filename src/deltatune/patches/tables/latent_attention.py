@@ -42,17 +42,9 @@ def _queries(self: Any, x: mx.array) -> mx.array:
 
 
 def _attend(self: Any, x: mx.array, q: mx.array, mask: Any, rotate: Callable[[mx.array], mx.array]) -> mx.array:
-    """Attend with queries [B, T, H (N + R)].
+    """Attend with queries q [B, T, H (N + R)] of a layer's input x [B, T, D]; return [B, T, H, V].
 
-    Args:
-        self: The attention layer.
-        x: Its input [B, T, D].
-        q: The queries.
-        mask: The mask that upstream's layer is given.
-        rotate: Puts positions into the R channels that carry them, [B, any, T, R].
-
-    Returns:
-        [B, T, H, V].
+    `rotate` puts positions into the R channels that carry them, [B, any, T, R].
     """
     q = mx.unflatten(q, -1, (self.num_heads, -1)).swapaxes(1, 2)
     q_plain, q_rotary = mx.split(q, [self.qk_nope_head_dim], axis=-1)

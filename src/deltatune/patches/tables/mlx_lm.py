@@ -31,8 +31,7 @@ MIXED = "Packed documents then influence one another; training without packing i
 def same_update(options: list[dict[str, Any]]) -> Check:
     """Build a check that compares the installed gated_delta_update with deltatune's on three tokens, with gradients.
 
-    Args:
-        options: The keyword arguments to compare with: one comparison for each, with each kind of gates.
+    It compares once for each dictionary of keyword arguments and each kind of gates.
     """
 
     def check(upstream: Function, ours: Function) -> str | None:
@@ -90,12 +89,9 @@ def same_masks(upstream: Function, ours: Function) -> str | None:
 
 
 class Convolution(NamedTuple):
-    """The arguments of a layer's last causal convolution, which the nn.silu behind it can be computed together with.
+    """A layer's last causal convolution of x [B, K - 1 + T, C] with filters [C, K], for the nn.silu behind it.
 
-    Attributes:
-        x: The input [B, K - 1 + T, C].
-        weight: The filters [C, K].
-        segments: The documents that it kept separate, [B, T], or None.
+    `segments` [B, T] are the documents that it kept separate, or None.
     """
 
     x: mx.array
@@ -116,10 +112,10 @@ def _conv1d(upstream: Function) -> Function:
     """Inside `segments`, a causal depthwise convolution starts anew with each document. On a CPU it is also faster."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        documents = trace.current().segments
+        before = self.weight.shape[1] - 1
+        documents = segments.last_segments(x.shape[1] - before)
         if documents is None and not self.training:
             return upstream(self, x)
-        before = self.weight.shape[1] - 1
         plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
         causal = plain and before > 0 and self.groups == self.weight.shape[0] == x.shape[-1]
         if documents is None:

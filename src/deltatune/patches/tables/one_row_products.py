@@ -29,13 +29,10 @@ _warned: set[str] = set()
 
 
 def records() -> tuple[Patch, ...]:
-    """The patches that this machine needs: PATCHES if MLX computes on a CPU with a BLAS that fails the probe, else
-    none.
+    """The patches that this machine needs: PATCHES where MLX's BLAS on a CPU fails the probe, else none.
 
-    The first call of a process that finds the fault warns the user of it.
-
-    Raises:
-        UserError: Products of two rows are wrong as well, so no result of this BLAS can be trusted.
+    The first call of a process that finds the fault warns the user of it. Where products of two rows are wrong as well,
+    no result can be trusted, which raises UserError.
     """
     if not backend.uses_blas():
         return ()
@@ -156,16 +153,8 @@ def _attention(upstream: Function) -> Function:
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
     """Compute mx.fast.scaled_dot_product_attention with array operations, rounding as MLX does on a CPU.
 
-    Args:
-        q: Queries [B, H, T, D].
-        k: Keys [B, G, S, D]. H is a multiple of G.
-        v: Values [B, G, S, E].
-        scale: The factor of the scores.
-        mask: As MLX's: "causal", an array of booleans or of terms to add, or None.
-        sinks: A score [H] of one more position, which has no value. None means no such position.
-
-    Returns:
-        [B, H, T, E].
+    The arrays are [B, H, T, D], [B, G, S, D] and [B, G, S, E], where H is a multiple of G, and the result [B, H, T, E];
+    `sinks` [H] is a score of one more position, which has no value.
     """
     heads, groups, length, keys = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     q = mx.unflatten(q * scale, 1, (groups, heads // groups))

@@ -49,11 +49,7 @@ def _rms_norm(upstream: Function) -> Function:
 
 
 def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Build the replacement of a layer's __call__: x plus its output of `mixer`, then plus the MLP of that.
-
-    Args:
-        mixer: Returns the layer's module that mixes tokens.
-    """
+    """Build the replacement of a layer's __call__: x plus its output of `mixer`(layer), then plus the MLP of that."""
 
     def replacement(upstream: Function) -> Function:
         def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807

@@ -54,14 +54,7 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
 
 
 def without_gaps(weights: Iterable[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
-    """Copy every array of three dimensions that is a slice of a larger one, lazily. Other arrays are not copied.
-
-    Args:
-        weights: Pairs of name and array.
-
-    Returns:
-        The pairs, with such arrays replaced by contiguous copies.
-    """
+    """Copy every named array of three dimensions that is a slice of a larger one, lazily, to be contiguous."""
     return [
         (name, mx.contiguous(array) if isinstance(array, mx.array) and array.ndim == 3 else array)
         for name, array in weights

@@ -12,10 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...ops.gated_delta.call import Call
+from ...ops.gated_delta.trial_case import Call
 from ...ops.linear_attention import linear_attention
 from ...ops.linear_attention.choice import OPERATOR
 from ...ops.operator import candidates
+from ...ops.segments import last_segments
 from ...ops.tracing import trace
 from .. import callers, recurrence
 from ..patch_record import PACKING, TRAINING, Function, Patch
@@ -32,8 +33,7 @@ STATE = "packed documents start without a state; pass no cache with segments."
 def _decodes(state: mx.array | None) -> bool:
     """Whether a call with this state is one of a decoder, and not of a layer that runs piece by piece.
 
-    Raises:
-        ValueError: A state is given while documents are packed, and not by a piece of the same row.
+    A state that is given while documents are packed, and not by a piece of the same row, raises ValueError.
     """
     told = trace.current()
     if state is not None and told.segments is not None and told.piece is None:
@@ -72,7 +72,7 @@ def _ssm_update(upstream: Function) -> Function:
             log_g,
             initial_state=state,
             mask=None if mask is None else mask.astype(mx.bool_),
-            segments=trace.current().segments,
+            segments=last_segments(values.shape[1]),
         )
         result = y + hidden_states * D[:, None], last
         return recurrence.counted(NAME, recurrence.OURS, result, lambda: _implementation(C, B, values, log_g))
@@ -124,10 +124,11 @@ def _recurrent_gla(upstream: Function) -> Function:
         queries, keys, values = (x.swapaxes(1, 2) for x in (q, k, v))
         log_g = mx.broadcast_to(g.astype(mx.float32), values.shape[:3])
         start = None if h is None else h.swapaxes(2, 3)
-        constants = {"mask": mask, "segments": trace.current().segments}
+        constants = {"mask": mask, "segments": last_segments(values.shape[1])}
         y, last = linear_attention(queries * scale, keys, values, log_g, initial_state=start, **constants)
         last = last.swapaxes(2, 3)
-        result = y.swapaxes(1, 2), last if masks else last.astype(q.dtype)
+        # A piece hands its state on in fp32.
+        result = y.swapaxes(1, 2), last if masks or trace.current().piece else last.astype(q.dtype)
         return recurrence.counted(NAME, recurrence.OURS, result, lambda: _implementation(queries, keys, values, log_g))
 
     return recurrent_gla

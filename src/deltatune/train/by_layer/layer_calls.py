@@ -28,14 +28,9 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class ArrayArgument(NamedTuple):
-    """An array that a layer is given beside its hidden states.
+    """An array that a layer is given beside its hidden states, by its place among those that all layers are given.
 
-    Attributes:
-        at: Its place among the arrays that all layers are given.
-        rule: Whether it is a mask with a MaskRule.
-        window: The rule's window.
-        read: The rule's `read`.
-        documents: The place of the rule's segments among the arrays; None without.
+    `window`, `read` and `documents`, the place of the segments, are those of a mask's `rule`.
     """
 
     at: int
@@ -47,12 +42,7 @@ class ArrayArgument(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer beside its hidden states: constants, and places of arrays.
-
-    Attributes:
-        positional: Those behind the hidden states.
-        keywords: Those with names.
-    """
+    """The arguments of a layer beside its hidden states: constants, and places of arrays."""
 
     positional: tuple[Any, ...] = ()
     keywords: tuple[tuple[str, Any], ...] = ()
@@ -107,9 +97,8 @@ class Recorder:
     def __call__(self, index: int, _call: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Record a call.
 
-        Raises:
-            UserError: The model does not hand hidden states from layer to layer, or gives a layer something else than
-                arrays and constants.
+        UserError where the model does not hand hidden states from layer to layer, or gives a layer something else than
+        arrays and constants.
         """
         x = arguments[0] if arguments else None
         if index != len(self.calls) or not isinstance(x, mx.array):
@@ -150,12 +139,7 @@ class Recorder:
 
 
 class LayerCalls:
-    """Lets somebody else serve the calls of layers.
-
-    Args:
-        layers: The layers of a model, in order.
-        otherwise: Serves a call that nobody else serves.
-    """
+    """Redirects the calls of layers to the function of served_by(), and else to `otherwise`."""
 
     def __init__(self, layers: Sequence[nn.Module], otherwise: Serve):
         self._layers, self._otherwise = list(layers), otherwise
@@ -164,7 +148,7 @@ class LayerCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the context, calls of the layers are served as served_by() says, and else by `otherwise`."""
+        """Within the context, calls of the layers are redirected."""
 
         def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple, options: dict[str, Any]) -> Any:
             return self._serve(self._index[id(layer)], call, arguments, options)

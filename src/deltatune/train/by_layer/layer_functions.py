@@ -81,9 +81,7 @@ def _attribute(value: Any) -> Any:
 class BatchInTrace(NamedTuple):
     """The arrays of the batch that the functions inside a layer read in the trace; None for those that they do not.
 
-    Attributes:
-        documents: The documents of a packed batch, [B, T].
-        real: Which positions hold tokens that count for routers, [B, T].
+    `documents` [B, T] are those of a packed batch; `real` [B, T] are the positions with tokens that count for routers.
     """
 
     documents: mx.array | None
@@ -94,12 +92,7 @@ class LayerFunction:
     """The forward and the backward pass of all layers with one signature, called in one way.
 
     The first of these layers runs, with the arrays of the one that is asked for in the place of its own. MLX compiles a
-    pass once for each set of shapes.
-
-    Args:
-        layer: The layer that runs.
-        call: How the model calls it.
-        collects: Whether the layer's side outputs are wanted.
+    pass once for each set of shapes. `collects` asks for the layer's side outputs.
     """
 
     def __init__(self, layer: nn.Module, call: LayerCall, collects: bool):

@@ -34,13 +34,9 @@ class LostInputsError(UserError):
 
 @dataclass
 class DiskTime:
-    """The time spent waiting for reads so far.
+    """The seconds that passes waited so far for weights, and for inputs of layers to be written and read.
 
-    Attributes:
-        waited: The seconds that passes waited for weights, and for inputs of layers to be written and read. Writing
-            counts as a whole where the layer beside it took less.
-        read: The bytes that were read.
-        of: The name of the store, in words.
+    Writing counts as a whole where the layer beside it took less. `read` counts bytes, and `of` names the store.
     """
 
     waited: float = 0.0
@@ -125,15 +121,10 @@ class _Offloaded(LayerInputs):
 
 
 class InputsOnDisk(_Offloaded):
-    """Writes arrays to files.
+    """Writes arrays to files in a folder, which is made when it is first needed, and which close() removes.
 
-    Args:
-        folder: The folder for the files. It is made when it is first needed, and close() removes it.
-        disk: Counts the bytes read, and the passes' time of waiting for reads and writes.
-
-    Raises:
-        LostInputsError: By keep() and take(), where a file cannot be written, because the disk is full for example, or
-            cannot be read any more. The files are then removed, since the state of the run needs room as well.
+    keep() and take() raise a LostInputsError where a file cannot be written, because the disk is full for example, or
+    cannot be read any more. The files are then removed, since the state of the run needs room as well.
     """
 
     def __init__(self, folder: Path, disk: DiskTime):
@@ -214,9 +205,7 @@ Room = PlainRoom | PinnedRoom
 class InputsOnHost(_Offloaded):
     """Copies arrays to the host's memory, which is taken at the first step and used again until close().
 
-    Args:
-        disk: Counts the bytes copied back, and the passes' time of waiting for them.
-        room: Takes the host's memory for an array of so many bytes. MemoryError if there is none.
+    `room` takes the host's memory for an array of so many bytes; a MemoryError says that there is none.
     """
 
     def __init__(self, disk: DiskTime, room: Callable[[int], Room] | None = None):
@@ -232,11 +221,7 @@ class InputsOnHost(_Offloaded):
         super().clear()
 
     def keep(self, x: mx.array, computing: Any) -> None:
-        """Copy an array while `computing`, a tree of arrays, is computed from it.
-
-        Raises:
-            LostInputsError: The host's memory has no room for it.
-        """
+        """Copy an array while `computing` is computed from it; LostInputsError without room in the host's memory."""
         if self._copying is not None:
             # The array before this one holds the device's memory until it is copied.
             started = time.perf_counter()

@@ -58,13 +58,7 @@ def _pictures_of(batch: Arrays) -> list[mx.array]:
 class AroundLayers:
     """The parts of a model around its layers, compiled for batches of one kind.
 
-    Args:
-        passes: Runs the model without its layers.
-        routers: The loss terms of a mixture's routers.
-
-    Attributes:
-        recorded: How the layers are called, once before() was traced.
-        loss: Returns LayerPasses.loss_behind() of a loss, compiled.
+    `recorded` has the calls of the layers once before() was traced.
     """
 
     def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
@@ -166,18 +160,14 @@ class Watch(Protocol):
 
 
 class LayerPasses:
-    """Computes losses and gradients of a model by layers.
+    """Computes losses and gradients of a model by layers; setup.training() has set it up with all layers checkpointed.
 
     Args:
-        model: The model, set up by setup.training() with every layer checkpointed.
-        loss: The loss that is trained.
         weights: The store of the layers' weights, which keeps the layer inputs for the backward pass as well.
         compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
         between: Is called before each layer of a pass, and may leave the pass by an error.
 
     Attributes:
-        model: The model.
-        loss: The loss.
         outer: The places of the trained parameters outside the layers and the vision tower, by path.
         in_tower: The places of the trained parameters in the vision tower, by path.
     """
@@ -223,11 +213,7 @@ class LayerPasses:
     def check(self, *, packed: bool) -> None:
         """Check on a few tokens how the model calls its layers, without computing anything.
 
-        Args:
-            packed: Whether batches are packed.
-
-        Raises:
-            UserError: The layers cannot be computed one by one.
+        UserError where the layers cannot be computed one by one.
         """
         recorder, blank = Recorder(), mx.zeros((1, 8), mx.int32)
 
@@ -322,13 +308,8 @@ class LayerPasses:
     ) -> tuple[Any, ...]:
         """Compute the results of batch_loss.mean_loss_and_gradients().
 
-        Args:
-            batch: The batch.
-            parameters: The arrays that the model uses in the place of its trainable parameters.
-            key: The key from which the batch draws.
-            routers: The loss terms of a mixture's routers.
-            lengths: With `routers`, how many positions of each row hold tokens, [B].
-            watch: Gets the outputs of layers.
+        The model uses `parameters` in the place of its trainable ones, and the batch draws from `key`. With `routers`,
+        `lengths` [B] counts the positions of each row that hold tokens. `watch` gets the outputs of layers.
         """
         trainable = self.model.trainable_parameters()
         try:
@@ -403,9 +384,8 @@ class LayerPasses:
     ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array], list[tuple[mx.array, int]]]:
         """Compute the layers, of which the first draws from the key after `key`.
 
-        Returns:
-            The output of the last layer, the key behind it, the inputs that all layers share, their side outputs, and
-            for the backward pass the key of each layer and how many side outputs it has.
+        Return the output of the last layer, the key behind it, the inputs that all layers share, their side outputs,
+        and for the backward pass the key of each layer and how many side outputs it has.
         """
         x, key, others = around.before(batch, key)
         self._inputs.clear()

@@ -25,12 +25,7 @@ from .store import Store
 
 
 class LayerStep(Step):
-    """A training step that computes micro-batches by layers; they are done when micro_batch() returns.
-
-    Args:
-        of_step, options: The arguments of Step.
-        passes: Compute a micro-batch.
-    """
+    """A training step that computes micro-batches by layers; they are done when micro_batch() returns."""
 
     def __init__(self, *of_step: Any, passes: LayerPasses, **options: Any):
         super().__init__(*of_step, **options)
@@ -62,21 +57,12 @@ def by_layers(
 ) -> Iterator[Training]:
     """Within the context, the layers of `model` read their weights from `weights` when they are called.
 
-    Args:
-        model: The model, set up by setup.training() without comparing its parts.
-        config: The options of the run.
-        trained: The result of setup.training().
-        weights: The store of the weights; None for a run that has all of them in memory.
-        between: Is called before each layer of a pass, and may leave the pass by an error.
-        feature_bytes: The main memory for cached features of images. Only an NVIDIA GPU computes beside it.
+    Yield the set-up, which setup.training() has made without comparing the model's parts, with the passes of a step;
+    a run without `weights` has all of them in memory, and keeps its set-up. `between` is called before each layer of a
+    pass, and may leave the pass by an error. MLX gives freed memory back before it would hold more than the rest of
+    `config.memory`, which `feature_bytes` of images' cached features share but beside an NVIDIA GPU.
 
-    MLX gives freed memory back before it would hold more than the rest of `config.memory`.
-
-    Yields:
-        The set-up, with the passes of a step unless the model stays in memory as a whole.
-
-    Raises:
-        UserError: The model's layers cannot be computed one by one, or its packed documents influence each other.
+    UserError where the layers cannot be computed one by one, or packed documents influence each other.
     """
     if weights is None:
         yield trained

@@ -44,12 +44,7 @@ def cached(path: Path) -> bool:
 
 
 class ResidentLayers:
-    """Layers whose arrays all stay in memory.
-
-    Args:
-        layers: The layers, in order.
-        inputs: Keeps the inputs of layers for the backward pass; in memory by default.
-    """
+    """Layers with arrays that all stay in memory; `inputs` keeps the layers' inputs for the backward pass."""
 
     def __init__(self, layers: Sequence[nn.Module], inputs: LayerInputs | None = None):
         self.inputs = inputs or LayerInputs()
@@ -89,16 +84,11 @@ class Store(ResidentLayers):
     """The weights of a model that was loaded lazily, of which some layers' frozen ones stay on the disk or the host.
 
     A layer's other arrays, such as adapters, stay in memory, and so do all arrays outside the layers. The model's own
-    arrays in the place of weights on the disk are lazy, and are never computed. Make it before adapters are added, call
-    find() after that, and place() once it is known which layers stay on the disk.
-
-    Args:
-        path: The folder of the checkpoint.
-        model: The model as it was loaded, so that all its arrays are the files'.
-        trust_remote_code: Whether Python code in the checkpoint may run.
+    arrays in the place of weights on the disk are lazy, and are never computed. Make it of the model as it was loaded,
+    before adapters are added, call find() after that, and place() once it is known which layers stay on the disk.
 
     Attributes:
-        path: The folder.
+        path: The folder of the checkpoint.
         names: The name of each array of the files by its path in the prepared model, once find() was called.
         disk: The time spent waiting for reads.
         on_host: The bytes in the host's memory, which MLX counts as its own.
@@ -148,18 +138,10 @@ class Store(ResidentLayers):
         disk: DiskTime | None = None,
         inputs: LayerInputs | None = None,
     ) -> None:
-        """Read the arrays that stay in memory.
+        """Read the arrays of the model that stay in memory, all but the weights of the `streamed` layers.
 
-        Args:
-            model: The model in which the arrays were found.
-            layers: Its layers, in order.
-            streamed: The positions of the layers with weights that stay on the disk.
-            on_host: Whether these are read once, into the host's memory, and copied to the GPU from there.
-            disk: The time spent waiting for reads, which is counted here.
-            inputs: Keeps the inputs of layers for the backward pass; in memory by default.
-
-        Raises:
-            UserError: NVIDIA's driver does not leave them there.
+        Those `on_host` are read once, into the host's memory, and copied to the GPU from there. UserError where
+        NVIDIA's driver does not leave them there.
         """
         self._take(layers)
         self.disk = disk or DiskTime(of="the host's memory" if on_host else "the disk")
@@ -211,10 +193,8 @@ class Store(ResidentLayers):
         """Yield the arrays of the layers in `order`, as array_places() lists them.
 
         While a layer is in use, the next one is read that does not stay in memory. The layer read last is kept, so that
-        a pass in the opposite order begins with it.
-
-        Raises:
-            UnreadableWeightsError: The files have changed, or cannot be read.
+        a pass in the opposite order begins with it. UnreadableWeightsError where the files have changed, or cannot be
+        read.
         """
         for at, index in enumerate(order):
             names = self._names[index]
@@ -266,11 +246,7 @@ class Store(ResidentLayers):
         return arrays
 
     def lazily(self, names: Sequence[str]) -> list[mx.array]:
-        """Return arrays that are read when they are used.
-
-        Raises:
-            UnreadableWeightsError: The files have changed, or are gone.
-        """
+        """Return arrays that are read when they are used; UnreadableWeightsError where the files have changed."""
         held = self._in_host_memory
         if any(name not in self._unread for name in names if name not in held):
             self._load()
@@ -293,8 +269,7 @@ class Store(ResidentLayers):
     def wait(self, arrays: Sequence[mx.array]) -> None:
         """Wait until `arrays` are read, and drop their pages from the system's page cache.
 
-        Raises:
-            UnreadableWeightsError: They cannot be read.
+        UnreadableWeightsError where they cannot be read.
         """
         try:
             mx.eval(arrays)

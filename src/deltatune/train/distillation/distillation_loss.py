@@ -20,14 +20,9 @@ def distillation_loss(
 ) -> LossFunction:
     """Make the loss; its gradient does not reach the teacher, and no logits of all tokens exist, of either model.
 
-    Args:
-        student: The backbone and the head of the model that learns (models/head.py).
-        teacher: The teacher, patched as the model is.
-        config: The options of the run: beta and temperature.
-        compare: Whether to check by computing that the teacher's parts agree with the whole; its weights are then read.
-
-    Raises:
-        UserError: The teacher cannot be split before its head, or has another number of logits.
+    `student` is its backbone and its head (models/head.py); the teacher is patched as it is. With `compare`, a
+    computation checks that the teacher's parts agree with the whole, and reads its weights. A teacher that cannot be
+    split before its head, or has another number of logits, is a UserError.
     """
     backbone, head = student
     split = split_head(teacher, compare=compare)
@@ -49,14 +44,17 @@ def distillation_loss(
         inputs: mx.array, targets: mx.array, weights: mx.array, beside: Mapping[str, mx.array] | None = None
     ) -> tuple[mx.array, ...]:
         hidden = backbone(inputs)
-        # The sums that the model's routers collect are not for the teacher's.
-        with side_outputs.collecting(False):
-            known = mx.stop_gradient(teacher_backbone(inputs))
+        beside = beside or {}
+        known = beside.get("teacher")
+        if known is None:
+            # The sums that the model's routers collect are not for the teacher's.
+            with side_outputs.collecting(False):
+                known = mx.stop_gradient(teacher_backbone(inputs))
         beta = 1.0 if config.beta is None else config.beta
         sums = linear_divergence(
             head, hidden, (teacher_head, known), weights, beta=beta, temperature=config.temperature
         )
         # A batch of a run that samples answers has figures beside its arrays.
-        return sums if beside is None else (*sums, beside["figures"])
+        return (*sums, beside["figures"]) if "figures" in beside else sums
 
     return loss

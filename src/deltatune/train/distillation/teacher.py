@@ -17,10 +17,9 @@ _teachers: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
 
 
 def teacher_of(config: TrainConfig) -> nn.Module:
-    """Return the teacher of a run, frozen and in inference mode; weights stay on the disk until they are used.
+    """Return the teacher of a run, frozen; weights stay on the disk until they are used.
 
-    Raises:
-        UserError: It cannot be loaded.
+    A UserError says why it cannot load.
     """
     assert config.teacher is not None
     key = str(config.teacher)
@@ -33,14 +32,9 @@ def teacher_of(config: TrainConfig) -> nn.Module:
 
 
 def checked_teacher(config: TrainConfig, student: Loaded) -> nn.Module:
-    """Return the teacher of a run after a comparison of all tokens with those of the model.
+    """Return the teacher of a run after a comparison of all tokens with those of the student.
 
-    Args:
-        config: The options of the run.
-        student: The model that learns.
-
-    Raises:
-        UserError: The vocabularies differ, or the rows of the data have pictures.
+    A UserError says where the vocabularies differ, or that the data have pictures.
     """
     if student.processor is not None:
         raise UserError("loss: distill learns from text, and the data have images; leave those rows out.")

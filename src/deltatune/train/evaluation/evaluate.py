@@ -15,22 +15,21 @@ import numpy as np
 from ...data import Batch, BatchOrder
 from ...data.example import Example
 from ...errors import NoResultError
-from ...layers import LayerInfo, gated_delta_layers
+from ...layers import gated_delta_layers
 from ...machine.numpy_arrays import as_numpy
 from ...ops.functional import modes_kept
 from ...ops.random_state import drawing_from
 from ...ops.recomputation import Checkpoints
 from ...options.config import TrainConfig
 from ...patches.whole_rows import whole_rows
-from ..batch_loss import Arrays, LossFunction, arrays, loss_of
-from ..by_layer.layer_passes import LayerPasses
+from ..batch_loss import Arrays, arrays, loss_of
 from ..by_layer.layer_step import by_layers
 from ..by_layer.store import Store
 from ..compiled import Compiled
 from ..distributed import World
 from ..preferences.objectives import line, means
 from ..reports.screen import Screen
-from ..setup import batch_order, training
+from ..setup import Training, batch_order, training
 from ..tree import number
 from .nonfinite import FirstOutput, damage, first_output, watched
 
@@ -65,58 +64,33 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Evaluation:
     """Computes the loss per token, or per preference, of `model`; it is compiled once for each batch shape.
 
-    Args:
-        model: The model.
-        loss: The loss.
-        world: The ranks of the run.
-        figures: The names of the figures that a preference loss reports besides its sums.
-        passes: Compute the loss of a batch with the model's layers one after another, where weights are not all in
-            memory.
-        layers: The model's layers, which a message names where their output is not finite.
-        weights: The store of their weights, where these stay on the disk.
-
-    Attributes:
-        figures: The means of the last evaluation, by name.
+    `figures` are the means of the last evaluation. `weights` is the store of layers that stay on the disk. A message
+    names the layer whose output is not finite.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction,
-        world: World,
-        figures: Sequence[str] = (),
-        passes: LayerPasses | None = None,
-        layers: Sequence[LayerInfo] = (),
-        weights: Store | None = None,
-    ):
-        self._model, self._loss, self._world, self._names = model, loss, world, figures
-        self._passes = passes
-        self._layers = layers
+    def __init__(self, model: nn.Module, trained: Training, world: World, weights: Store | None = None):
+        self._model = model
+        self._trained = trained
+        self._passes = trained.passes
+        self._world = world
         self._weights = weights
         self.figures: dict[str, float] = {}
-        self._compiled = Compiled(self._trace, [model.state]) if passes is None else passes.evaluate
+        self._compiled = Compiled(self._trace, [model.state]) if self._passes is None else self._passes.evaluate
 
     def __call__(
         self, order: BatchOrder, batches: int = -1, between: Callable[[int, int], bool] | None = None
     ) -> float | None:
-        """Evaluate the first batches of `order`.
+        """Evaluate the first batches of `order`, all with -1.
 
-        Args:
-            order: The batches.
-            batches: How many batches are evaluated; -1 for all.
-            between: Is called after each batch with the batches done and their total; True ends the evaluation.
-
-        Returns:
-            The mean loss over the targets, over all ranks; nan without targets; None if `between` ended it.
-
-        Raises:
-            NoResultError: The loss of a batch is not finite on some rank. Every rank raises it.
+        `between` is called after each batch with the batches done and their total; True ends the evaluation. Returns
+        the mean loss over the targets, over all ranks: nan without targets, None if `between` ended it. Where the loss
+        of a batch is not finite on some rank, every rank raises NoResultError.
         """
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)
         loss_sum = weight_sum = 0.0
-        reported = np.zeros(2 * len(self._names))
+        reported = np.zeros(2 * len(self._trained.figures))
         with evaluating(self._model), whole_rows():
-            for done, batch in enumerate(islice(order.epoch(), total), start=1):
+            for done, batch in enumerate(map(self._trained.taught, islice(order.epoch(), total)), start=1):
                 loss, weight, *figures = self._compiled(arrays(batch))
                 mx.eval(loss, weight, figures)
                 loss_sum += number(loss)
@@ -130,14 +104,14 @@ class Evaluation:
         loss_sum, weight_sum, *sums = self._world.sum_numbers(loss_sum, weight_sum, *reported.tolist())
         if not math.isfinite(loss_sum):
             raise self._refusal(batch)
-        self.figures = means(self._names, sums)
+        self.figures = means(self._trained.figures, sums)
         return loss_sum / weight_sum if weight_sum else float("nan")
 
     def _refusal(self, batch: Batch) -> NoResultError:
         """Return the error of a loss that is not finite on some rank; `batch` is the last one of this rank."""
         if description := damage(self._model, self._weights):
             return NoResultError(description)
-        layers = watched(self._layers)
+        layers = watched(self._trained.layers)
         inputs = arrays(batch)
         first = FirstOutput()
         with evaluating(self._model), whole_rows():
@@ -156,7 +130,7 @@ class Evaluation:
 
     def _trace(self, batch: Arrays) -> tuple[mx.array, ...]:
         with drawing_from(mx.random.key(0)):
-            return loss_of(self._loss, batch)
+            return loss_of(self._trained.loss, batch)
 
 
 def say_loss(
@@ -168,19 +142,9 @@ def say_loss(
     screen: Screen,
     weights: Store | None = None,
 ) -> float:
-    """Evaluate a model on `examples`, print and return the loss, and print its perplexity or figures.
+    """Evaluate a model on the examples of a split, print and return the loss, and print its perplexity or figures.
 
-    Args:
-        name: The split, as lines name it.
-        model: The model.
-        config: The options of the run.
-        examples: The examples of the split.
-        world: The ranks of the run.
-        screen: Where the lines are printed.
-        weights: Where layers read their weights, if these stay on the disk.
-
-    Raises:
-        NoResultError: The loss is not finite.
+    `weights` is the store of layers that stay on the disk. A loss that is not finite raises NoResultError.
     """
     if config.loss == "distill":
         # A test set measures what all runs measure, the cross-entropy of its answers.
@@ -193,7 +157,7 @@ def say_loss(
         training(model, config, compare=weights is None, checkpoints=Checkpoints()) as trained,
         by_layers(model, config, trained, weights) as trained,
     ):
-        evaluation = Evaluation(model, trained.loss, world, trained.figures, trained.passes, trained.layers, weights)
+        evaluation = Evaluation(model, trained, world, weights)
         loss = evaluation(batch_order(examples, config, world), config.test_batches)
     assert loss is not None
     if trained.objective is not None:

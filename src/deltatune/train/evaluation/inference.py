@@ -26,15 +26,7 @@ from .nonfinite import explained
 
 
 class Prompt(NamedTuple):
-    """A prompt to answer.
-
-    Attributes:
-        tokens: Its tokens.
-        pictures: Its images and videos; None without.
-        text: Its text, as a report shows it.
-        expected: The answer of its row, as the chat template writes it; None without one.
-        thumbnails: Its images, small, as data URIs.
-    """
+    """A prompt to answer; its `text`, small images as data URIs, and the answer of its row are for a report."""
 
     tokens: Sequence[int]
     pictures: PromptPictures | None = None
@@ -44,19 +36,10 @@ class Prompt(NamedTuple):
 
 
 class Inference:
-    """Answers prompts with a model; its mode is restored behind each answer.
+    """Answers prompts with a model, adapters included; its mode is restored behind each answer.
 
-    Args:
-        loaded: The model and its tokenizer; adapters that it has count.
-        sampling: How each token is chosen.
-        chat: Whether answers end where the chat template ends them, too.
-        extra_ends: Further tokens that end an answer.
-        weights: The store from which the model's layers read their weights; None where all stay in memory.
-        draft: Whether the model's multi-token-prediction head drafts the likeliest answers.
-
-    Attributes:
-        loaded: The model, and its tokenizer with these ends.
-        weights: The store.
+    With `chat`, answers end where the chat template ends them, and always at `extra_ends`. `weights` is the store of
+    layers that are not in memory. With `draft`, the model's multi-token-prediction head drafts the likeliest answers.
     """
 
     def __init__(
@@ -88,16 +71,9 @@ class Inference:
         return self.loaded.tokenizer
 
     def pictures(self, values: Sequence[Any], source: str, folder: Path, options: Mapping[str, Any]) -> PromptPictures:
-        """Read the images and videos of a prompt.
+        """Read the images and videos of a prompt in its order; `options` are those of media_reader().
 
-        Args:
-            values: The files, in the order of the prompt.
-            source: The place that gave them, for messages to the user.
-            folder: The folder to which relative paths refer.
-            options: The options of images and videos, as media_reader() takes them.
-
-        Raises:
-            UserError: A file cannot be read, or is of an unfit kind.
+        Paths are relative to `folder`. A file that cannot be read or does not fit is a UserError, which names `source`.
         """
         processors = vision_processors(self.loaded)
         assert processors is not None
@@ -107,17 +83,9 @@ class Inference:
     def prompt(
         self, question: Question, source: str, empty: str, pictures: PromptPictures | None = None, **rendering: Any
     ) -> Prompt:
-        """Turn a question into a prompt.
+        """Turn a question into a prompt; `rendering` are further arguments of prompt_tokens().
 
-        Args:
-            question: The question.
-            source: The place that gave it, for messages to the user.
-            empty: The message where no token is left of it.
-            pictures: Its images and videos.
-            rendering: Further arguments of prompt_tokens().
-
-        Raises:
-            UserError: No token is left of it, or the model has no row for one.
+        A UserError says `empty` where no token is left of it, or names `source` where the model has no row for a token.
         """
         tokens = prompt_tokens(self.tokenizer, question, **rendering)
         if not tokens:
@@ -127,17 +95,10 @@ class Inference:
         return Prompt(tokens, pictures)
 
     def answer(self, prompt: Prompt, max_tokens: int) -> Generator[Any, None, None]:
-        """Answer a prompt piece by piece.
+        """Answer a prompt piece by piece, at most `max_tokens` tokens.
 
-        Args:
-            prompt: The prompt.
-            max_tokens: The largest number of tokens in the answer.
-
-        Yields:
-            The responses of mlx-lm, or of mlx-vlm for a model with a vision tower, each with the `text` of a piece.
-
-        Raises:
-            NoResultError: The probability of a token is not finite.
+        Yields the responses of mlx-lm, or of mlx-vlm for a model with a vision tower, each with the `text` of a piece.
+        A probability that is not finite raises NoResultError.
         """
 
         def again(row: Sequence[int]) -> Generator[Any, None, None]:
@@ -150,7 +111,7 @@ class Inference:
         tokens = prompt.tokens
         pictures = prompt.pictures
         if self._draft:
-            return stream_drafted(self.loaded, tokens, max_tokens)
+            return stream_drafted(self.loaded, tokens, max_tokens, sampling)
         if self.loaded.processor is None:
             return stream(self.loaded, tokens, max_tokens, sampling)
         images = pictures.images if pictures else []
@@ -158,18 +119,9 @@ class Inference:
         return stream_with_pictures(self.loaded, tokens, images, videos, max_tokens, sampling)
 
     def answer_all(self, prompts: Sequence[Sequence[int]], max_tokens: int, rows: int = ROWS) -> list[list[int]]:
-        """Answer several prompts at once, which takes little longer than one.
+        """Answer several prompts at once, which takes little longer than one; return the answers' tokens without ends.
 
-        Args:
-            prompts: The tokens of each prompt.
-            max_tokens: The largest number of tokens in an answer.
-            rows: The largest number of prompts that are continued at a time.
-
-        Returns:
-            The tokens of each answer, without the one that ended it.
-
-        Raises:
-            NoResultError: The probability of a token is not finite.
+        `rows` are the most that are continued at a time. A probability that is not finite raises NoResultError.
         """
         with inferring(self.model), explained(self.loaded, self.weights):
             if prompts:

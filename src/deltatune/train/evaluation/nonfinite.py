@@ -57,12 +57,7 @@ def damage(model: nn.Module, weights: Store | None = None) -> str | None:
 
 @dataclass
 class FirstOutput:
-    """Looks at outputs one after another, for the first that is not finite.
-
-    Attributes:
-        name: The name of its origin; None as long as all are finite.
-        dtype: Its dtype, or that of the last output.
-    """
+    """Looks at outputs for the first that is not finite; `name` is that of its origin, None while all are finite."""
 
     name: str | None = None
     dtype: mx.Dtype | None = None
@@ -113,10 +108,7 @@ def explained(
 ) -> Iterator[None]:
     """Let a NotFiniteError within the block become a NoResultError, which names the layer and its dtype.
 
-    Args:
-        loaded: The model.
-        weights: The store of its layers' weights, where these stay on the disk.
-        again: Generates one token behind a row of tokens; by default as behind a text.
+    `again` generates one token behind a row of tokens, by default as behind a text.
     """
     try:
         yield
@@ -162,17 +154,11 @@ def cause(
 def first_place(
     model: nn.Module, loss: LossFunction, batch: Batch, layers: list[Watched], passes: LayerPasses | None = None
 ) -> str | None:
-    """Describe the first place that is not finite; None if this batch has none.
+    """Describe the first place of a batch that is not finite, with the parameters from before the step; else None.
 
-    The search goes in the order of computation: outputs of layers; loss; from the last layer backward, the
-    gradient that arrives at a layer's output; gradients of parameters.
-
-    Args:
-        model: The model, with the parameters from before the step.
-        loss: The loss that is trained.
-        batch: The batch to run again.
-        layers: The layers, in forward order.
-        passes: Compute the batch, where the model's weights are not all in memory.
+    The search goes in the order of computation: outputs of layers; loss; from the last layer backward, the gradient
+    that arrives at a layer's output; gradients of parameters. `passes` compute it where the weights are not all in
+    memory.
     """
     seen: list[tuple[str, mx.array, mx.Dtype]] = []
     arrived: list[tuple[str, mx.array]] = []

@@ -44,17 +44,8 @@ def fill(
 ) -> Callable[[], None]:
     """Set the reference of every preference, from the file of an earlier start of this run, or by computing it.
 
-    Args:
-        model: The model, as training starts.
-        trained: Its losses; where its objective needs no reference, nothing is done.
-        splits: The preferences.
-        config: The options of the run.
-        facts: The digests on which the model's function depends (content.facts).
-        world: The ranks of the run.
-        screen: Where the user is told of it.
-
-    Returns:
-        A function that writes the file, for rank 0 to call once the run's folder is its own.
+    `facts` are the digests on which the model's function depends (content.facts). Returned is a function that writes
+    the file, for rank 0 to call once the run's folder is its own. Nothing is done for an objective without a reference.
     """
     if trained.objective is None or not trained.objective.needs_reference or trained.token_losses is None:
         return lambda: None

@@ -26,7 +26,7 @@ from ...data.rows.row_formats import (
 )
 from ...data.rows.sources import jsonl
 from ...data.vision.images import thumbnail
-from ...data.vision.messages import media_columns, media_kind, place_media, write_videos
+from ...data.vision.messages import media_kind, place_media, write_videos
 from ...data.vision.videos import Video
 from ...errors import UserError
 from ...machine.environment import expanded
@@ -44,17 +44,10 @@ _REMEDY = "change this entry of sample_prompts"
 
 
 class Samples:
-    """Answers the prompts of `config.sample_prompts` with the model that is trained.
+    """Answers the prompts of `config.sample_prompts` with the model that is trained; an unfit prompt is a UserError.
 
-    Args:
-        loaded: The model and its tokenizer, and mlx-vlm's processor, which a model with a vision tower needs.
-        config: The options of the run.
-        plain_text: Whether the training data is plain text. Then a prompt is continued as it stands; otherwise it is
-            the message of a user, if the tokenizer has a chat template.
-        weights: The store of the layers' weights, where these stay on the disk.
-
-    Raises:
-        UserError: A prompt cannot be read, or not by this model.
+    With `plain_text` data, a prompt is continued as it stands; otherwise it is the message of a user, if the tokenizer
+    has a chat template. `weights` is the store of layers that stay on the disk.
     """
 
     def __init__(self, loaded: Loaded, config: TrainConfig, *, plain_text: bool = False, weights: Store | None = None):
@@ -84,14 +77,9 @@ class Samples:
         return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
 
     def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
-        """Answer every prompt.
+        """Answer every prompt; None if `ended`, which is called after each token, ended it by True.
 
-        Args:
-            ended: Is called after each token; True ends the generation.
-
-        Returns:
-            The `prompt` and the `answer` of each, and the answer that is `expected` where its row has one; None if
-            `ended` ended it.
+        An entry has the `prompt`, the `answer`, and the answer that is `expected` where the prompt's row has one.
         """
         answers = []
         for prompt in self.prompts:
@@ -151,7 +139,7 @@ class Samples:
                 f"{source}: {kind}s in a prompt, and none in the training data, so the model has no vision tower here; "
                 "leave them out."
             )
-        messages, values = place_media(messages, media_columns(row, source), source)
+        messages, values = place_media(messages, row, source)
         pictures = self._inference.pictures(values, source, folder, vars(self._config))
         prompt = self._conversation(write_videos(messages, pictures.video_texts), asked, options, source)
         return prompt._replace(

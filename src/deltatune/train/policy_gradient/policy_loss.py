@@ -36,11 +36,7 @@ Arrays = Mapping[str, mx.array]
 
 
 def variant_of(config: TrainConfig) -> str:
-    """Return the variant of the loss.
-
-    Raises:
-        UserError: An option does not fit it.
-    """
+    """Return the variant of the loss; an option that does not fit it is a UserError."""
     variant = config.loss_variant or DAPO
     if variant not in VARIANTS:
         raise UserError(f"loss_variant: grpo has no form {variant!r}; expected {', '.join(VARIANTS)}.")
@@ -81,18 +77,11 @@ def _scores_reference(config: TrainConfig) -> bool:
 
 
 def rollout_loss(token_losses: TokenLosses, config: TrainConfig) -> Callable[..., tuple[mx.array, ...]]:
-    """Make a loss function for the training step.
+    """Make a loss function for the training step (trl.GRPOTrainer and trl.RLOOTrainer 1.16).
 
     It takes inputs [B, T], targets [B, T], weights [B, T] and the arrays of a RolloutBatch; the weights are those of
     the tokens' losses in the sum. It returns the sum, the number that it is to be divided by, and [2, figures], the
-    sums of figures_of(config) and those of the batch behind them.
-
-    Args:
-        token_losses: The cross-entropies of the targets under the sampled policy.
-        config: The options of the run.
-
-    Source:
-        trl.GRPOTrainer and trl.RLOOTrainer 1.16.
+    sums of figures_of(config) and those of the batch behind them. `token_losses` are those under the sampled policy.
     """
     variant_of(config)
 
@@ -146,10 +135,7 @@ def _policy_losses(ratio: mx.array, log_p: mx.array, advantages: mx.array, confi
 def _correction(difference: mx.array, mask: mx.array, config: TrainConfig) -> mx.array:
     """Return the weights that correct the sampler, [B, T], or [B, 1] for answers.
 
-    Args:
-        difference: [B, T], the log-probabilities in training less those in sampling.
-        mask: [B, T], 1 where a token counts.
-        config: The options of the run.
+    `difference` [B, T] are the log-probabilities in training less those in sampling; `mask` is 1 where a token counts.
     """
     if config.sampler_correction == "none":
         return mx.ones((1, 1))

@@ -22,9 +22,7 @@ def chunked_token_losses(
 ) -> TokenLosses:
     """Return the tokens' losses of a model in two parts; the logits of all tokens are never held at once.
 
-    Args:
-        backbone: The model up to its head: inputs [B, T] (and images) -> hidden states [B, T, D].
-        head: Its head: hidden states -> logits.
+    `backbone` maps inputs [B, T] (and images) to hidden states [B, T, D], and `head` those to logits.
     """
 
     def losses(inputs: mx.array, targets: mx.array, *images: VisionArrays) -> mx.array:

@@ -65,13 +65,7 @@ def scored_pairs(answers: Answers, losses: mx.array, rewards: mx.array, more: tu
 
 
 def answers_of(losses: mx.array, weights: mx.array, preferences: PreferenceArrays) -> Answers:
-    """Sum the tokens' cross-entropies of a batch by answer.
-
-    Args:
-        losses: [B, T], fp32.
-        weights: [B, T], 1 where a target belongs to an answer.
-        preferences: The arrays of the batch's PreferenceBatch.
-    """
+    """Sum the tokens' cross-entropies [B, T] of a batch by answer; `weights` [B, T] are 1 in answers, else 0."""
     present, documents = preferences["present"], preferences["documents"]
     tokens, lengths = preferences["tokens"], preferences["lengths"]
     policy = _by_document(-losses * weights, documents, present)
@@ -217,14 +211,7 @@ MARGINS = "rewards/margins"
 
 @dataclass(frozen=True)
 class Objective:
-    """A preference loss.
-
-    Attributes:
-        score: The loss itself.
-        variants: The published forms that it has.
-        needs_reference: Whether it needs log-probabilities under a reference model.
-        more: The names of the further scalars that it reports.
-    """
+    """A preference loss: its published forms, whether it needs a reference's log-probabilities, and its own figures."""
 
     score: Callable[[Answers, TrainConfig], Scored]
     variants: tuple[str, ...] = ("sigmoid",)
@@ -247,11 +234,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective_of(config: TrainConfig) -> Objective | None:
-    """Return the preference loss of a run, or None for a loss that learns from no preferences.
-
-    Raises:
-        UserError: An option does not fit the loss.
-    """
+    """Return the preference loss of a run, None for other losses; an option that does not fit it is a UserError."""
     if not config.has_preferences:
         return None
     objective = OBJECTIVES[config.loss]
@@ -268,9 +251,7 @@ def objective_of(config: TrainConfig) -> Objective | None:
 def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """Return the means by name, with the margin of the chosen over the rejected answers' rewards.
 
-    Args:
-        names: Objective.figures.
-        sums: As many sums, then how many answers each is the sum of. A figure of no answer is left out.
+    `sums` are as many sums as names, then how many answers each is the sum of. A figure of no answer is left out.
     """
     counts = sums[len(names) :]
     by_name = {name: value / count for name, value, count in zip(names, sums, counts, strict=False) if count}

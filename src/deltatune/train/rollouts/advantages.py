@@ -31,18 +31,10 @@ def mean(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 
 def group_advantages(totals: np.ndarray, scale: str, everyone: np.ndarray | None = None) -> np.ndarray:
-    """Return the advantage of each answer over the others to its prompt.
+    """Return the advantage of each answer over the others to its prompt, [P, G]; 0 for an answer without a reward.
 
-    Args:
-        totals: [P, G], the rewards of G answers to each of P prompts; NaN for an answer without a reward.
-        scale: The standard deviation that divides them: "group", "batch" or "none".
-        everyone: The rewards of all ranks, for "batch"; `totals` by default.
-
-    Returns:
-        [P, G]; 0 for an answer without a reward.
-
-    Source:
-        Shao et al. 2024, arXiv:2402.03300; trl.GRPOTrainer.
+    `totals` [P, G] are the rewards, NaN for none. The standard deviation of a "group" or of the "batch" divides them;
+    `everyone` are the rewards of all ranks for "batch", `totals` by default (arXiv:2402.03300; trl.GRPOTrainer).
     """
     centred = totals - mean(totals, 1)[:, None]
     if scale == "group":
@@ -55,8 +47,7 @@ def group_advantages(totals: np.ndarray, scale: str, everyone: np.ndarray | None
 def leave_one_out(totals: np.ndarray) -> np.ndarray:
     """Return each reward [P, G] less the mean of the others to its prompt; 0 where it or all others are NaN.
 
-    Source:
-        Ahmadian et al. 2024, arXiv:2402.14740; trl.RLOOTrainer.
+    Source: Ahmadian et al. 2024, arXiv:2402.14740; trl.RLOOTrainer.
     """
     scored = ~np.isnan(totals)
     others = np.nansum(totals, axis=1, keepdims=True) - np.nan_to_num(totals)

@@ -13,6 +13,7 @@ from ...data.example import Example
 from ...errors import UserError
 from ...machine.compiling import without_kernels
 from ...models.batch_decoder import ROWS, BatchDecoder, has_row_caches
+from ...models.generated_answers import AnswerGenerator, can_be_joined
 from ...models.load import Loaded
 from ...models.sampled_policy import SampledPolicy
 from ...options.config import TrainConfig
@@ -42,12 +43,8 @@ class SampledAnswers:
 class AnswerSampler:
     """Samples answers to prompts with a model that trains, within patched(); check_covered() has let it pass.
 
-    Args:
-        loaded: The model, the mode of which is restored, and its tokenizer with the tokens that end an answer.
-        config: The options of the run.
-        rows: The largest number of answers that are sampled together.
-        positions: The largest number of positions of a prompt with its answer, which sizes the caches.
-        between: Is called between two tokens, and may leave the sampling by an error.
+    At most `rows` answers are sampled together, in caches of `positions`, the most of a prompt with its answer.
+    `between` is called between two tokens, and may leave the sampling by an error.
     """
 
     def __init__(self, loaded: Loaded, config: TrainConfig, rows: int, positions: int, between: Callable[[], None]):
@@ -58,17 +55,12 @@ class AnswerSampler:
         # An answer's last token is sampled, and one more may be under way.
         self._room = positions + 2
         self._rows = min(ROWS, rows)
-        self._engine: BatchDecoder | None = None
+        self._engine: BatchDecoder | AnswerGenerator | None = None
 
     def __call__(self, prompts: Sequence[Example], key: mx.array) -> SampledAnswers:
-        """Sample `config.rows_each` answers to each prompt, one prompt after the other.
+        """Sample `config.rows_each` answers to each prompt, one prompt after the other; they depend on `key`.
 
-        Args:
-            prompts: The prompts.
-            key: The random key, on which the answers depend.
-
-        Raises:
-            NoResultError: The probability of a token is not finite.
+        A probability that is not finite raises NoResultError.
         """
         loaded = self._loaded
         model = loaded.model
@@ -77,8 +69,11 @@ class AnswerSampler:
         rows = [tokens for prompt in prompts for tokens in [prompt.tokens.tolist()] * self._config.rows_each]
         with inferring(model), explained(loaded), without_kernels():
             if self._engine is None:
-                ends = loaded.tokenizer.eos_token_ids
-                self._engine = BatchDecoder(model, self._rows, ends, most, room=self._room, trains=True)
+                of_engine = model, self._rows, loaded.tokenizer.eos_token_ids, most
+                if has_row_caches(model):
+                    self._engine = BatchDecoder(*of_engine, room=self._room, trains=True)
+                else:
+                    self._engine = AnswerGenerator(*of_engine, self._policy.figures)
             answers = self._engine.answers(rows, self._policy.sampler(key), self._between)
         tokens = np.zeros((len(rows), most), np.int32)
         figures = np.zeros((2, len(rows), most), np.float32)
@@ -101,15 +96,11 @@ class AnswerSampler:
 
 
 def check_covered(model: Any, config: TrainConfig) -> None:
-    """Refuse a model that the engine does not cover.
-
-    Raises:
-        UserError: It does not.
-    """
-    if not has_row_caches(model):
+    """Refuse a model that the engine does not cover, by a UserError."""
+    if not can_be_joined(model):
         name = f"{type(model).__module__}.{type(model).__name__}"
         remedy = " Give lmbda: 0 to learn from the answers of the data alone." * (config.loss == "distill")
         raise UserError(
             f"loss: {config.loss} samples answers to many prompts at once, which {name} cannot yet: it takes a "
-            f"language model of mlx-lm without windows or latent keys in its attention.{remedy}"
+            f"language model of mlx-lm with caches that can be joined.{remedy}"
         )

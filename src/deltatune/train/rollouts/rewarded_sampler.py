@@ -31,14 +31,8 @@ _EVALUATION = 2**63
 class RewardedSampler:
     """Samples answers to prompts, and rewards them.
 
-    Args:
-        sampler: Samples the answers.
-        rewards: The reward functions.
-        check: Is called while rewards are awaited, and may leave the sampling by an error.
-
-    Attributes:
-        rewards: The argument.
-        texts: Returns the texts of answers, without their ends.
+    `check` is called while rewards are awaited, and may leave the sampling by an error. `texts` returns the texts of
+    answers, without their ends.
     """
 
     def __init__(self, sampler: AnswerSampler, rewards: Rewards, check: Callable[[], None]):
@@ -50,14 +44,9 @@ class RewardedSampler:
     def __call__(
         self, prompts: Sequence[PromptExample], key: mx.array
     ) -> tuple[SampledAnswers, np.ndarray, tuple[float, float]]:
-        """Sample N answers to prompts, those to a prompt one after the other.
+        """Sample N answers to prompts, those to a prompt one after the other; they depend on `key`.
 
-        Args:
-            prompts: The prompts.
-            key: The random key, on which the answers depend.
-
-        Returns:
-            The answers, their rewards [functions, N] in fp32, and the seconds of sampling and of the rewards.
+        Returns the answers, their rewards [functions, N] in fp32, and the seconds of sampling and of the rewards.
         """
         started = time.perf_counter()
         answers = self._sampler(prompts, key)
@@ -85,13 +74,7 @@ class RewardedSampler:
 class RewardEvaluation:
     """Evaluates a model by the rewards of answers that it samples; their randomness is the same in each evaluation.
 
-    Args:
-        sampler: Samples answers and rewards them.
-        config: The options of the run.
-        world: The ranks of the run.
-
-    Attributes:
-        figures: The means of the last evaluation, by name.
+    `figures` are the means of the last evaluation, by name.
     """
 
     def __init__(self, sampler: RewardedSampler, config: TrainConfig, world: World):
@@ -105,9 +88,8 @@ class RewardEvaluation:
     ) -> float | None:
         """Evaluate the first batches of an order of prompts, as Evaluation does.
 
-        Returns:
-            Minus the mean reward over all ranks, which is the loss that the run lowers; nan without any reward; None if
-            `between` or an interrupted sampling ended it.
+        Returns minus the mean reward over all ranks, which is the loss that the run lowers: nan without any reward, and
+        None if `between` or an interrupted sampling ended it.
         """
         names = names_of(self._sampler.rewards.names)
         total = order.batches_per_epoch if batches == -1 else min(batches, order.batches_per_epoch)

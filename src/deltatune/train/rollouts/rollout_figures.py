@@ -37,11 +37,8 @@ def figures(
 ) -> np.ndarray:
     """Return the sums and counts of the figures of a sampling, float32 [2, F].
 
-    Args:
-        rewards: [functions, N], NaN where a function gave no number.
-        totals: [P, G], the weighted sums of an answer's rewards.
-        answers: The N = P G answers.
-        seconds: The seconds of sampling, and those of the rewards.
+    `rewards` [functions, N] are NaN where a function gave no number; `totals` [P, G] are the weighted sums of each of
+    the N = P G answers. The seconds are those of sampling and of the rewards.
     """
     scored = totals[~np.isnan(totals)]
     # An answer is exact where each function that judged it gave 1 or more.

@@ -36,17 +36,12 @@ _LEAST_ADVANTAGE = 1e-6
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The sampled and scored answers of a window.
+    """The sampled and scored answers of a window: N = P G of them, those to a prompt one after the other.
 
-    Attributes:
-        number: The number of the sampling.
-        prompts: The P prompts.
-        shares: How many of them each batch of the window has.
-        answers: The N = P G answers, those to a prompt one after the other.
-        rewards: float32 [functions, N].
-        seconds: The seconds of sampling, and those of the rewards.
-        old: float32 [N, M], the log-probabilities in training before the first update, where the loss needs them.
-        reference: float32 [N, M], those of the reference model, where the loss needs them.
+    `number` counts samplings, and `shares` says how many of the P prompts each batch of the window has. `rewards` are
+    [functions, N]. `old` and `reference`, None where the loss needs none, are log-probabilities [N, M] in training
+    before the first update, and of the reference model. All are float32; seconds are those of sampling and of the
+    rewards.
     """
 
     number: int
@@ -80,30 +75,14 @@ def _joined(batches: Sequence[Sequence[PromptExample]]) -> tuple[list[PromptExam
 
 @dataclass(frozen=True)
 class Scoring:
-    """The functions that give the log-probabilities [B, T] of a batch's targets, in training's own forward pass.
-
-    Attributes:
-        policy: Under the model as it is.
-        reference: Under the reference model.
-    """
+    """Functions that give the log-probabilities [B, T] of a batch's targets in training's forward pass."""
 
     policy: Callable[[Batch], np.ndarray]
     reference: Callable[[Batch], np.ndarray]
 
 
 class RolloutOrder:
-    """An endless iterator of batches of sampled answers.
-
-    Args:
-        prompts: This rank's prompts, in the order of the data.
-        sampler: Samples answers to prompts, and rewards them.
-        scoring: Gives log-probabilities in training.
-        config: The options of the run.
-        world: The ranks of the run.
-
-    Attributes:
-        sampler: The argument.
-    """
+    """An endless iterator of batches of sampled answers to this rank's prompts."""
 
     def __init__(
         self,
@@ -289,15 +268,9 @@ class RolloutOrder:
     ) -> tuple[Batch, list[tuple[int, slice]]]:
         """Lay answers out in a batch, each behind its prompt: one in a row, or as documents that share rows.
 
-        Args:
-            rollouts: The answers.
-            numbers: Their numbers.
-            weights: [N], the weight of each token of an answer.
-            advantages: [N], the advantage of each answer.
-            rows: The rows of the batch, or the most where they are shared; those without an answer are blank.
-
-        Returns:
-            The batch, and for each of the numbers the row and the positions of its answer.
+        `numbers` are those of the answers; `weights` and `advantages` are [N], those of each token of an answer. The
+        batch has `rows` rows, or as many at most where they are shared; those without an answer are blank. Returned
+        beside it is the row and the positions of each answer.
         """
         answers = rollouts.answers
         documents = [self._document(rollouts, number) for number in numbers]
@@ -315,7 +288,7 @@ class RolloutOrder:
         filled = [[documents[at] for at in row] for row in shared]
         batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed)
         placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
-        of_targets = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
+        of_targets: dict[str, Any] = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
         of_targets["advantages"] = np.zeros_like(batch.weights)
         places = _places(shared, documents)
         for number, place in zip(numbers, places, strict=True):

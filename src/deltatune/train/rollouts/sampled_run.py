@@ -68,16 +68,10 @@ def sampled_order(
     ending: Ending,
     world: World,
 ) -> RolloutOrder | StudentOrder:
-    """Return the batches of a run, of rewarded answers where there are rewards.
+    """Return the batches of a run from its data, of rewarded answers where there are rewards.
 
-    Args:
-        loaded: The model, set up by setup.training(), and its tokenizer with the tokens that end an answer.
-        config: The options of the run.
-        data: This rank's prompts, or documents, in their order.
-        token_losses: With rewards, the tokens' losses under the sampled policy.
-        rewards: The reward functions; None for distillation.
-        ending: It is asked between two tokens whether the run ends.
-        world: The ranks of the run.
+    `loaded` is set up for training, and `token_losses`, which rewards need, are those under the sampled policy.
+    `ending` is asked between two tokens whether the run ends.
     """
 
     def between() -> None:
@@ -110,19 +104,9 @@ def say_reward(
     world: World,
     screen: Screen,
 ) -> float:
-    """Answer the prompts of a split, print the mean reward and return it.
+    """Answer the prompts of a split, print its name and mean reward, and return the mean.
 
-    Args:
-        name: The split, as the line names it.
-        loaded: The model, and its tokenizer with the tokens that end an answer.
-        config: The options of the run.
-        prompts: The prompts of the split.
-        rewards: The reward functions.
-        world: The ranks of the run.
-        screen: Where the line is printed.
-
-    Raises:
-        NoResultError: The probability of a token is not finite.
+    A probability that is not finite raises NoResultError.
     """
     order = batch_order(prompts, config, world)
     sampler = RewardedSampler(_sampler(loaded, config, order, lambda: None, world), rewards, lambda: None)

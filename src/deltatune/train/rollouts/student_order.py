@@ -34,14 +34,7 @@ _SHOWN = 3
 
 
 class StudentOrder:
-    """An endless iterator of batches of the data, in some of which answers of the model stand for those of the data.
-
-    Args:
-        data: This rank's batches.
-        sampler: Samples an answer to each prompt.
-        config: The options of the run.
-        world: The ranks of the run.
-    """
+    """An endless iterator of this rank's batches, in some of which answers of the model stand for those of the data."""
 
     figures = (SHARE, *ANSWERS)
 

@@ -25,12 +25,16 @@ _INCIDENTAL = ("_name_or_path", "transformers_version")
 
 
 def facts(
-    model: nn.Module, config: TrainConfig, model_config: dict[str, Any] | None, weights: Store | None = None
+    model: nn.Module,
+    config: TrainConfig,
+    model_config: dict[str, Any] | None,
+    weights: Store | None = None,
+    of_teacher: Store | None = None,
 ) -> dict[str, str | None]:
     """Return the facts of state.fingerprint beside the options: digests of structure, config.json, weights and
     adapters.
 
-    `weights` reads those of the model's arrays that stay on the disk.
+    `weights` reads those of the model's arrays that stay on the disk, and `of_teacher` those of its teacher's.
     """
     adapter = config.resume_adapter_file
     teacher = teacher_of(config) if config.loss == "distill" else None
@@ -39,7 +43,7 @@ def facts(
         "model_config": None if model_config is None else config_digest(model_config),
         "model_content": weights_digest(model, config, weights),
         "adapter_weights": None if adapter is None else file_digest(adapter),
-        "teacher_content": None if teacher is None else weights_digest(teacher, TrainConfig()),
+        "teacher_content": None if teacher is None else weights_digest(teacher, TrainConfig(), of_teacher),
     }
 
 

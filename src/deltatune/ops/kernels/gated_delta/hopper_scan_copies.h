@@ -16,6 +16,30 @@ inline void copy_runs(unsigned to, PS from, P any, unsigned mbarrier, int index)
   }
 }
 
+// The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state, of STATES in turn, has been handed
+// over, and it has been read; u or R of a chunk has been handed over, before the one in turn with it is waited for.
+template <int STATES>
+struct BarriersOfScan {
+  unsigned place;
+  inline unsigned here(int stage) const { return place + 8 * stage; }
+  inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
+  inline unsigned state(int step) const { return place + 64 + 8 * (step & (STATES - 1)); }
+  inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
+  inline unsigned state_read() const { return place + (STATES > 1 ? 96 : 72); }
+  template <int STAGES>
+  inline void start(Place at) const {
+    if (at.index == 0) {
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
+      for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), 8);
+      for (int i = 0; i < STATES; ++i) mbarrier_init_for_groups(state(i), 4);
+      for (int i = 0; i < 2; ++i) mbarrier_init_for_groups(chunk(i), 4);
+      mbarrier_init_for_groups(state_read(), 4);
+      mbarriers_started();
+    }
+    barrier();
+  }
+};
+
 // Copies chunk after chunk to the stages of `Memory`, with ROWS columns of V or dY, where the scans with 64 want
 // padding between rows. REVERSE begins with the last chunk.
 template <typename Memory, int DK, int DV, int HK, int HV, int ROWS, int STAGES, bool MASKED, bool REVERSE,

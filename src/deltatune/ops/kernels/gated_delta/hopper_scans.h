@@ -25,29 +25,7 @@ struct HopperScanMemory {
   static constexpr constant int bytes = barriers + 128 + 1024;
 };
 
-// The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state has been handed over, and it has
-// been read; u or R of a chunk has been handed over.
-struct ScanBarriers {
-  unsigned place;
-  inline unsigned here(int stage) const { return place + 8 * stage; }
-  inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
-  // Two in turn, for the next one may be handed over before this one is waited for.
-  inline unsigned state(int step) const { return place + 64 + 8 * (step & 1); }
-  inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
-  inline unsigned state_read() const { return place + 96; }
-  template <int STAGES>
-  inline void start(Place at) const {
-    if (at.index == 0) {
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
-      for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), 8);
-      for (int i = 0; i < 2; ++i) mbarrier_init_for_groups(state(i), 4);
-      for (int i = 0; i < 2; ++i) mbarrier_init_for_groups(chunk(i), 4);
-      mbarrier_init_for_groups(state_read(), 4);
-      mbarriers_started();
-    }
-    barrier();
-  }
-};
+using ScanBarriers = BarriersOfScan<2>;
 
 // The address that a lane names to store a warp's 16 positions or keys of 16 rows as cores with these as their rows.
 // The next eight rows are `row` bytes further.

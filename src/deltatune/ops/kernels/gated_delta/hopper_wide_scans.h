@@ -21,30 +21,7 @@ struct HopperWideScanMemory {
   static constexpr constant int bytes = barriers + 96 + 1024;
 };
 
-// The mbarriers of a scan: a stage has arrived, and it is no longer needed; a state has been handed over, and it has
-// been read; u or R of a chunk has been handed over.
-struct ScanBarriers {
-  unsigned place;
-  inline unsigned here(int stage) const { return place + 8 * stage; }
-  inline unsigned read(int stage) const { return place + 32 + 8 * stage; }
-  inline unsigned state() const { return place + 64; }
-  inline unsigned state_read() const { return place + 72; }
-  // Two in turn, for the next u may be handed over before this one is waited for.
-  inline unsigned chunk(int step) const { return place + 80 + 8 * (step & 1); }
-  template <int STAGES>
-  inline void start(Place at) const {
-    if (at.index == 0) {
-      for (int i = 0; i < STAGES; ++i) mbarrier_init(here(i), 128 + 1);
-      for (int i = 0; i < STAGES; ++i) mbarrier_init_for_groups(read(i), 8);
-      mbarrier_init_for_groups(state(), 4);
-      mbarrier_init_for_groups(state_read(), 4);
-      mbarrier_init_for_groups(chunk(0), 4);
-      mbarrier_init_for_groups(chunk(1), 4);
-      mbarriers_started();
-    }
-    barrier();
-  }
-};
+using ScanBarriers = BarriersOfScan<1>;
 
 // Products of a team. Rows of a state times the transpose of 64 positions of K or Q: d [64, 64] = a b^T, or added.
 // Results by positions are two of 32 positions each, for the tensor cores skip half of a triangle so.
@@ -153,7 +130,7 @@ inline void hand_state_over(Room room, ScanBarriers barriers, int step, const th
   for (int m = 0; m < DK / 16; m += 2)
     put_pair(room.memory + Memory::tails + warp * 512 + at.lane * 16 + 2 * m, tails_of(exact + 8 * m));
   copies_fence();
-  release(barriers.state(), at);
+  release(barriers.state(0), at);
 }
 // Hands a warp's 16 rows of u or R over, in place of Z and V, which all warps of the team have read.
 template <typename Memory>
@@ -359,7 +336,7 @@ inline void write_scan(Place at, Room room, ScanBarriers barriers, int length, O
     const unsigned stage = room.place + n % STAGES * Memory::stage;
     threadgroup const float* factors = room.floats(n % STAGES * Memory::stage + Memory::factors);
     mbarrier_wait(barriers.here(n % STAGES), n / STAGES);
-    mbarrier_wait(barriers.state(), n);
+    mbarrier_wait(barriers.state(0), n);
     copies_fence();
     register_fence(out);
     products_start();
@@ -566,7 +543,7 @@ inline void write_reverse(Place at, Room room, ScanBarriers barriers, int length
     const unsigned stage = room.place + step % STAGES * Memory::stage;
     threadgroup const float* rates = room.floats(step % STAGES * Memory::stage + Memory::factors) + 128;
     mbarrier_wait(barriers.here(step % STAGES), step / STAGES);
-    mbarrier_wait(barriers.state(), step);
+    mbarrier_wait(barriers.state(0), step);
     if (sends) {
       send_state<Memory>(own, n, room);
       blocks_read();
