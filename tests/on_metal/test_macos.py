@@ -61,8 +61,8 @@ def test_every_command_works(on_mac, checkpoint, tiny_checkpoint, data, tmp_path
     shutil.copy(data / "valid.jsonl", data / "test.jsonl")
     adapter = ["--model", checkpoint, "--adapter-path", tmp_path / "run"]
     trained = programs.train(checkpoint, data, tmp_path / "run")
-    theirs = programs.train(checkpoint, data, tmp_path / "theirs")
-    theirs[0] = "--train"
+    theirs = ["--train", "--model", checkpoint, "--data", data, "--adapter-path", tmp_path / "theirs", "--iters", 2]
+    theirs += ["--batch-size", 2, "--max-seq-length", 32, "--val-batches", 1, "--num-layers", 2]
     found = on_mac(
         trained,
         programs.train(mixture, data, tmp_path / "mixture"),
