@@ -71,7 +71,9 @@ def test_every_command_works(on_mac, checkpoint, tiny_checkpoint, data, tmp_path
         ["generate", *adapter, "--prompt", "which?", "--max-tokens", 3],
         ["chat", *adapter],
         ["merge", *adapter, "--save-path", tmp_path / "merged"],
-        ["export", *adapter, "--to", "peft", "--save-path", tmp_path / "peft"],
+        *(["export", *adapter, "--to", kind, "--save-path", tmp_path / kind] for kind in ("peft", "mlx")),
+        ["import", "--model", checkpoint, "--peft", tmp_path / "peft", "--save-path", tmp_path / "imported"],
+        ["runs", tmp_path],
         ["run", "--", "mlx_lm.lora", *theirs],
         ["doctor", "--model", checkpoint],
     )
