@@ -1,7 +1,5 @@
 """Shared by the tests of every kind of adapter: random adapters, float64 references and mlx-lm's own layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+
+from deltatune.ops.operator.measure import as_float64 as float64
 
 
 def adapted(kind: Any, base: nn.Module, rank: int, scale: float, dropout: float = 0.0) -> Any:
@@ -19,10 +19,6 @@ def adapted(kind: Any, base: nn.Module, rank: int, scale: float, dropout: float 
         adapter.m = adapter.m * mx.random.uniform(0.5, 1.5, adapter.m.shape)
     adapter.unfreeze_adapter()
     return adapter
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def value_and_gradients(

@@ -1,7 +1,5 @@
 """Lets the tokenizer of a tiny checkpoint have a token that begins a text, and add special tokens around each text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values and gradients of a function beside those of its definition in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Loads files that tests share by their path, since the folders of tests are no packages."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

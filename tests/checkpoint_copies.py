@@ -1,7 +1,5 @@
 """Copies of tiny checkpoints with other contents."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -4,9 +4,8 @@
 session: read it, copy it before changing anything.
 """
 
-from __future__ import annotations
-
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -40,8 +39,7 @@ import beside
 import mlx_headers
 import vision
 from deltatune.machine import blas, compiling
-from families import FAMILIES, NESTED, VOCABULARY, with_noise
-from other_models import other_model  # noqa: F401  (a fixture)
+from families import FAMILIES, NESTED, OTHERS, PARTS, VOCABULARY, with_noise
 from slowest_first import slowest_first
 
 mlx_headers.read_once(mlx_headers.kept_in(Path(sys.prefix)))
@@ -138,13 +136,18 @@ def family_config(family: str, **overrides: Any) -> dict[str, Any]:
     return {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"} | flat}
 
 
-def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """A model with random weights."""
+def new_model(config: dict[str, Any]) -> nn.Module:
+    """A model as mlx-lm makes it."""
     from mlx_lm.utils import _get_classes
 
-    mx.random.seed(seed)
     model_class, arguments_class = _get_classes(config)
-    return with_noise(model_class(arguments_class.from_dict(copy.deepcopy(config))))
+    return model_class(arguments_class.from_dict(copy.deepcopy(config)))
+
+
+def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """A model with random weights."""
+    mx.random.seed(seed)
+    return with_noise(new_model(config))
 
 
 def write_tokenizer(
@@ -210,7 +213,7 @@ def write_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_checkpoint(tmp_path_factory):
     """tiny_checkpoint(family, *, seed=0, quantize=None, dtype=mx.float32, chat_template=..., **text_options) -> Path.
 
     One folder for each set of arguments and session. Families: FAMILIES above. `quantize` is a dict with any of
@@ -243,13 +246,36 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+def checkpoint(tiny_checkpoint):
     """A checkpoint of one gated-delta and one attention layer."""
     return tiny_checkpoint("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
 
 
 @pytest.fixture(scope="session")
-def full_disk() -> Path:
+def _forecasts():
+    return {}
+
+
+@pytest.fixture
+def kept_forecasts(_forecasts, monkeypatch):
+    """A step that one test has planned is not planned again: by the model's arrays, the options and the step."""
+    from deltatune.plan.forecast import Steps
+
+    plain = Steps.forecast
+
+    def forecast(self: Steps, *step: Any, **options: Any) -> Any:
+        arrays = [(name, array.shape, array.dtype) for name, array in tree_flatten(self.model.parameters())]
+        trained = [name for name, _ in tree_flatten(self.model.trainable_parameters())]
+        key = repr((arrays, trained, dataclasses.replace(self.config, adapter_path="any"), step, options))
+        if key not in _forecasts:
+            _forecasts[key] = plain(self, *step, **options)
+        return _forecasts[key]
+
+    monkeypatch.setattr(Steps, "forecast", forecast)
+
+
+@pytest.fixture(scope="session")
+def full_disk():
     """A file that can be opened but refuses all bytes, as a full disk does. macOS has none."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
@@ -257,7 +283,7 @@ def full_disk() -> Path:
 
 
 @pytest.fixture(scope="session")
-def peak_bytes() -> Callable[[Callable[[], object]], int]:
+def peak_bytes():
     """peak_bytes(make) -> bytes beyond those held before, at the peak of evaluating the arrays that `make` returns.
 
     MLX waits for each operation before it makes room for the next: without a limit a CPU's queue runs up to a hundred
@@ -280,14 +306,14 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
 
 
 @pytest.fixture(scope="session")
-def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host_folder(request, tmp_path_factory):
     """The host machine's compiled kernels, kept between sessions by their text and compiler."""
     cache = getattr(request.config, "cache", None)
     return cache.mkdir("host_machine") if cache else tmp_path_factory.mktemp("host_machine")
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> Callable[..., nn.Module]:
+def tiny_model():
     """tiny_model(family, seed=0, **text_options) -> a fresh random model, no files, no tokenizer."""
 
     def factory(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
@@ -297,7 +323,17 @@ def tiny_model() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def tiny_vision_model() -> Callable[..., nn.Module]:
+def other_model():
+    """other_model(family, **options) -> a fresh random model of OTHERS, or of another family with these options."""
+
+    def factory(family: str, **options: Any) -> nn.Module:
+        return new_model({"model_type": family} | OTHERS.get(family, PARTS["common_of_others"]) | options)
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model():
     """tiny_vision_model(family, seed=0, **text_options) -> mlx-vlm's model with random weights."""
     pytest.importorskip("mlx_vlm")
 
@@ -309,7 +345,7 @@ def tiny_vision_model() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_vision_checkpoint(tmp_path_factory):
     """tiny_vision_checkpoint(family, *, seed=0, **text_options) -> folder, one for each set of arguments."""
     pytest.importorskip("mlx_vlm")
     made: dict[str, Path] = {}
@@ -330,7 +366,7 @@ def tiny_vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.fixture(autouse=True)
-def _records_are_trusted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _records_are_trusted(request, monkeypatch):
     """The small cases of the patches run where they are tested: elsewhere tests that count calls would see them."""
     room = request.path.relative_to(Path(__file__).parent).parts[0]
     asks = request.path.parent.name == "patches" or room in ("doctor", "selftest")
@@ -341,7 +377,7 @@ def _records_are_trusted(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+def run(capsys):
     """run(*arguments) -> (exit code, standard output, standard error)."""
 
     from deltatune import cli

@@ -4,8 +4,6 @@ A call does not see the effects of start-up: imported modules, the environment, 
 of processor time that a process needs for its imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -24,15 +22,7 @@ SCRIPT = Path(sys.executable).with_name("deltatune")
 def deltatune(
     *arguments: object, cwd: Path | None = None, timeout: float = 300, input: str | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `deltatune ARGUMENT ...` to its end; return its exit code and output.
-
-    Args:
-        arguments: The command and its flags; each is given to str.
-        cwd: The directory in which it runs; this process's own by default.
-        input: The text on its standard input; this process's own by default.
-        timeout: Seconds after which the process is ended and the test fails.
-        variables: Environment variables, beside those of this process.
-    """
+    """Run `deltatune ARGUMENT ...` for at most `timeout` seconds; `variables` stand beside this process's own."""
     command = [str(SCRIPT), *map(str, arguments)]
     environment = os.environ | {"COLUMNS": "120"} | variables
     return subprocess.run(
@@ -75,13 +65,7 @@ print(json.dumps([vars(called(*words)) for words in json.loads(sys.argv[1])]))
 def called_elsewhere(
     *commands: Sequence[object], PYTHONPATH: str, **variables: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run commands of deltatune one after another in one process of their own, with another environment.
-
-    Args:
-        commands: The words of each command.
-        PYTHONPATH: The folder from which that process imports before all others.
-        variables: Environment variables, beside those of this process.
-    """
+    """Run commands one after another in a process of their own, which imports from the folder PYTHONPATH first."""
     given = json.dumps([[str(word) for word in words] for words in commands])
     variables["PYTHONPATH"] = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
     command = [sys.executable, "-c", CALLS, given]
@@ -94,11 +78,7 @@ def called_elsewhere(
 def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a program; kill it and close its pipes when the `with` block ends, also where a test fails.
 
-    An open pipe is noticed when Python collects it, which fails the test that happens to run then.
-
-    Args:
-        command: The program and its arguments; each is given to str.
-        options: Further arguments of Popen; pipes for output and errors, and text, by default.
+    An open pipe is noticed when Python collects it, which fails the test that runs then. `options` are those of Popen.
     """
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     with subprocess.Popen([str(word) for word in command], **options) as process:

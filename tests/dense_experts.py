@@ -1,7 +1,5 @@
 """Random cases of the expert block, and a reference that runs every expert on every token under autodiff."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Writes small videos: frames at any times, in any container."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path

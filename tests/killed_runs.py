@@ -1,7 +1,5 @@
 """Programs that train and kill themselves with SIGKILL, and the files of a run that must have the same bits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The effect of roundings on a model's results: the most that a test may ask of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers for tests of a step by layers: the same step as a whole and by layers, and a comparison of their bits."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

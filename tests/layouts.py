@@ -1,7 +1,5 @@
 """How an array lies in memory."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 

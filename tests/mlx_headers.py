@@ -4,8 +4,6 @@ Such a kernel takes half a second of a core, of which four fifths are headers. K
 a g++ that comes first on PATH, also for programs that tests start, adds the folder with the headers as g++ keeps them.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Losses and gradients of whole models, and how far two sets of gradients differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -63,13 +61,10 @@ def rounding_bound(
 def rounding_bounds(
     model: nn.Module, gradients_of_model: Callable[[], dict[str, mx.array]], expected: dict[str, mx.array]
 ) -> dict[str, float]:
-    """How far two gradients may differ that round differently: what one rounding does, as often as they round.
+    """The largest norm, for each tensor, of the difference of two gradients that round differently.
 
-    The change of the gradients with every parameter changed by up to 2**-20 of itself tells what one rounding does.
+    The change of the gradients with every parameter changed by up to 2**-20 of itself shows the effect of one rounding.
     It is far above the rounding of either run, so that it belongs to the model and not to this machine.
-
-    Returns:
-        The largest norm of the difference of each tensor.
     """
     parameters = dict(tree_flatten(model.parameters()))
     drawn = np.random.default_rng(1)

@@ -1,7 +1,5 @@
 """Gives tiny checkpoints multi-token-prediction heads, as released ones have them."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of checkpoints with tokens that the embedding has no row for, and data that use them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models of mlx-vlm that are not trained on images here, as scripts/families makes them."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

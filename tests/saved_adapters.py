@@ -1,7 +1,5 @@
 """Adapters of random numbers on the models of tiny checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

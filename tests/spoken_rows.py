@@ -1,7 +1,5 @@
 """Chat rows of many shapes, each text of which is a word of its own, and the kinds of those that are in no token."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Runs the console script on a pseudo-terminal, and shows the screen that a person sees there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -21,14 +19,7 @@ _PARTS = re.compile(
 
 @dataclass
 class Seen:
-    """The contents of a terminal.
-
-    Attributes:
-        code: The exit code of the program.
-        raw: The program's output.
-        lines: The lines that are there at the end.
-        widest: The characters of the widest line that was ever written, even if another took its place.
-    """
+    """A program's exit code and output, the lines of its terminal at the end, and the width of the widest ever."""
 
     code: int
     raw: str
@@ -65,15 +56,7 @@ class Seen:
 
 
 def on_terminal(*arguments: object, columns: int, cwd: Path, typed: str = "", **variables: str) -> Seen:
-    """Run `deltatune ARGUMENT ...` on a terminal of so many columns, to its end.
-
-    Args:
-        arguments: The command and its flags; each is given to str.
-        columns: The characters of a line.
-        cwd: The directory in which it runs.
-        typed: The typed text, which the terminal keeps until it is read.
-        variables: Environment variables, beside those of this process.
-    """
+    """Run `deltatune ARGUMENT ...` on a terminal of so many columns, which keeps `typed` until it is read."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}

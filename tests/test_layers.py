@@ -1,7 +1,5 @@
 """Layers told apart by structure: gated delta, attention, Mamba, experts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import mlx.core as mx

@@ -45,7 +45,7 @@ def vague_names(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def texts() -> dict[str, str]:
+def texts():
     return {str(path.relative_to(SOURCE)): path.read_text("utf-8") for path in sorted(SOURCE.rglob("*.py"))}
 
 

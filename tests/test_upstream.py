@@ -1,7 +1,5 @@
 """Private names of upstream stand in upstream.py alone, and each has a way to go on where it is gone."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

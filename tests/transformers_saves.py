@@ -1,7 +1,5 @@
 """Tiny checkpoints in the form in which transformers saves them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which dtypes a kernel's text is tried in, where it is the same in all and each form of it is compiled anew."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

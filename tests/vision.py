@@ -1,7 +1,5 @@
 """Tiny vision-language checkpoints of every family, written without a download, for fixtures of tests/conftest.py."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
@@ -16,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from deltatune.models.vision import load as vision_load
 from deltatune.models.vision.inputs import Grid, Picture, VisionSpec, single_frames, token_positions
-from families import with_noise
+from families import PARTS, with_noise
 
 VISION_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -38,51 +36,14 @@ CHAT_TEMPLATE = (
 )
 PATCH, MERGE = 8, 2
 
-_VISION = {
-    "depth": 3,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_heads": 3,
-    "out_hidden_size": 64,
-    "patch_size": PATCH,
-    "spatial_patch_size": PATCH,
-    "spatial_merge_size": MERGE,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-    "num_position_embeddings": 36,
-}
-_ROPE = {"type": "default", "mrope_section": [3, 3, 2]}
-_QWEN3_VL = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": _ROPE,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
-_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-}
-
 
 def vision_config(family: str, text: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     """config.json of a tiny `family`; `text` is tests/conftest.py's text_config where that has one."""
     if family == "qwen3_vl":
-        text = {"model_type": "qwen3_vl_text"} | _QWEN3_VL
+        text = {"model_type": "qwen3_vl_text"} | PARTS["qwen3_vl"]
     elif family == "qwen3_vl_moe":
-        text = {"model_type": "qwen3_vl_moe_text"} | _QWEN3_VL | _EXPERTS
-    vision = {"model_type": family} | _VISION
+        text = {"model_type": "qwen3_vl_moe_text"} | PARTS["qwen3_vl"] | PARTS["qwen3_vl_experts"]
+    vision = {"model_type": family} | PARTS["tower"]
     vision["deepstack_visual_indexes"] = [0, 1] if "vl" in family else []
     text = copy.deepcopy(text) | overrides
     return {

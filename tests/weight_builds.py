@@ -1,7 +1,5 @@
 """Folders that hold weights of two builds of one model; transformers loads the first build from each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

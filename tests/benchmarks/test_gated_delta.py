@@ -1,12 +1,17 @@
-"""The GPU benchmark on sizes for a CPU: a failure is recorded and the others go on; tables and plot are made."""
+"""The GPU benchmarks on sizes for a CPU: tables, failures, every step of the ladder, and live buffers of a long run."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+
+from counted_programs import LINUX, output_of
+from deltatune.machine import backend
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 NAMES = ["deltatune fused", "FlashQLA", "deltatune chunk", "arrays with autodiff"]
@@ -145,3 +150,93 @@ def test_the_wrong_get_no_time():
     machine = {"gpu": "a GPU", "cpu": "a CPU"}
     result = {"date": "today", "machine": machine, "versions": "mlx 1", "table": [size], "records": [wrong]}
     assert "Not timed: fast: wrong" in tables.gated_delta_tables(result)
+
+
+@pytest.fixture
+def ladder():
+    import ladder
+
+    return ladder
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="the test is of the host machine")
+def test_every_step_computes_the_recurrence_and_is_timed(ladder):
+    rows = {name.partition(",")[0]: row for name, *row in ladder.climb(ladder.TINY[0], rounds=1)}
+    assert list(rows) == ["naive", "chunk", "scan", "three phases", "Hopper"]
+    assert rows.pop("Hopper")[1:3] == [None, None]
+    for _, error, milliseconds, remark in rows.values():
+        assert error < 1e-6
+        assert milliseconds > 0
+        assert remark
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="the test is of the host machine")
+def test_a_wrong_step_gets_no_time(ladder, monkeypatch):
+    monkeypatch.setattr(ladder, "TEXT", ladder.TEXT.replace("answer += state", "answer -= state"))
+    *_, scan, _, _ = ladder.climb(ladder.TINY[0], rounds=1)
+    assert scan[3:] == (None, "differs from naive: no time")
+
+
+def test_chunks_of_odd_lengths_and_shared_key_heads(ladder):
+    from sizes import FLOATS, inputs
+
+    given = inputs(replace(ladder.TINY[0], batch=2, tokens=ladder.CHUNK + 1)).arrays
+    arrays = [mx.array(given[name]) for name in FLOATS]
+    assert mx.allclose(ladder.chunk(*arrays), ladder.naive(*arrays), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
+def test_the_scan_compiles_for_cuda(ladder):
+    from deltatune.ops.kernels import nvrtc
+    from deltatune.ops.kernels.cubin import CubinKernel
+    from deltatune.ops.kernels.launch import header
+
+    def compiled(launch):
+        assert launch.kernel.memory in ladder.TEXT
+        kernel = CubinKernel(
+            launch.name,
+            tuple(launch.inputs),
+            tuple(launch.outputs),
+            launch.source,
+            header("cuda", ()) + ladder.TEXT,
+            launch.bytes,
+        )
+        axes = [x.ndim if f"{name}_shape" in launch.source else 0 for name, x in launch.inputs.items()]
+        dtypes = [x.dtype for x in launch.inputs.values()]
+        text = kernel.text(tuple(launch.values.items()), dtypes, axes, [dtype for _, dtype in launch.outputs.values()])
+        assert nvrtc.compiled(text, launch.name, "sm_90a")
+        return [mx.zeros(shape, dtype) for shape, dtype in launch.outputs.values()]
+
+    heads, gates = mx.zeros((1, 2, 2, 128), mx.bfloat16), mx.zeros((1, 2, 2))
+    ladder.scan(heads, heads, heads, gates, gates, execute=compiled)
+
+
+def test_the_kernel_has_fifty_lines(ladder):
+    lines = ladder.TEXT.splitlines()
+    code = [line for line in lines if line.strip() and not line.startswith("//")]
+    assert len(code) <= 50
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "long_run.py"
+SMALL = {"rank": 4, "steps": 60, "depth": 2, "layers": [0, 1], "hidden": 32, "inner": 16, "examples": 100}
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return output_of(BENCHMARK, "--worker", json.dumps(SMALL))["steps"]
+
+
+@LINUX
+def test_nothing_grows_from_step_to_step(steps):
+    """The comparison starts when every length has occurred, since the trace of each new length holds its constants."""
+    widths = [step["width"] for step in steps]
+    start = max(widths.index(width) for width in set(widths)) + 2
+    assert set(widths) == {32, 64, 96, 128}
+    assert start <= 20
+    later = steps[start:]
+    assert {step["buffers"] for step in later} == {later[0]["buffers"]}
+    # A result may take over a buffer some KB too large.
+    assert max(abs(step["bytes"] - later[0]["bytes"]) for step in later) < 32 * 1024
+    for width in set(widths):
+        peaks = [step["peak_buffers"] for step in later if step["width"] == width]
+        assert max(peaks[len(peaks) // 2 :]) <= 1.1 * max(peaks[: len(peaks) // 2])

@@ -1,7 +1,5 @@
 """The parts that the checks share: families, a loss of text or of images, gradients and how far apart two are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

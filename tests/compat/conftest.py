@@ -3,15 +3,12 @@
 They run under `pytest -m compat` alone. With Metal declared present (`-p metal_present`) only test_on_metal.py does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import metal
 import pytest
 
-from deltatune.patches import revert
+from deltatune.patches.patch import revert
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -30,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _upstream_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _upstream_alone(monkeypatch):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.delenv("DELTATUNE_ATTENTION", raising=False)
     if metal.declared():

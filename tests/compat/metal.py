@@ -5,8 +5,6 @@ the four families reaches are computed by array operations, and refuse a gradien
 raises. It is to be loaded before the first import of mlx-lm or mlx-vlm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults without the patches are seen, and gone with them: the loop over tokens, and experts that refuse grad."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

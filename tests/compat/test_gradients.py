@@ -1,7 +1,5 @@
 """Gradients of patched models equal those of the recurrence, token by token: upstream's own, unpatched."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

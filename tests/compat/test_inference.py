@@ -1,7 +1,5 @@
 """Inference with the patches in force gives upstream's bits: prompts, decoding, images."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from cases import TEXT, VISION, images, logits, tokens

@@ -1,7 +1,5 @@
 """With Metal declared present (metal.py): kernels without a gradient stop training; patched, gradients are naive's."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

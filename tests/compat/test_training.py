@@ -1,7 +1,5 @@
 """Five steps of `deltatune train`: finite losses that move, the same as with the naive operator."""
 
-from __future__ import annotations
-
 import json
 import math
 

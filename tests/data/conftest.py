@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 
 from deltatune.data import Example
 from deltatune.data.vision.media import VisionProcessors
-from deltatune.models.load import Loaded, load
+from deltatune.models.load import load
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import TrainConfig
 
@@ -65,7 +63,7 @@ TEMPLATES = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     """The folder in which a test keeps its tokens, instead of the user's."""
     folder = tmp_path / "cache of the test"
     monkeypatch.setenv("DELTATUNE_CACHE", str(folder))
@@ -73,7 +71,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizers(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def tokenizers(tiny_checkpoint, tmp_path_factory):
     """tokenizers(kind) -> mlx-lm's wrapper with the template of that kind (TEMPLATES); blank lines are one token."""
     from mlx_lm.tokenizer_utils import load as load_tokenizer
     from transformers import AutoTokenizer
@@ -98,12 +96,12 @@ def tokenizers(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tokenizers: Callable[[str], Any]) -> Any:
+def tokenizer(tokenizers):
     return tokenizers("plain")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., TrainConfig]:
+def folder(tmp_path):
     """folder(train=[rows or raw lines], valid=..., **options) -> the TrainConfig that reads those files."""
 
     def write(*, train: Any = None, valid: Any = None, test: Any = None, **options: Any) -> TrainConfig:
@@ -119,7 +117,7 @@ def folder(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture(scope="session")
-def examples_of() -> Callable[..., list[Example]]:
+def examples_of():
     """examples_of([token counts], seed) -> examples with random tokens and about half of the targets counting."""
 
     def make(sizes: list[int], seed: int = 0) -> list[Example]:
@@ -135,10 +133,10 @@ def examples_of() -> Callable[..., list[Example]]:
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny_vision_checkpoint) -> Loaded:
+def loaded(tiny_vision_checkpoint):
     return load(tiny_vision_checkpoint("qwen3_vl"), image="a test")
 
 
 @pytest.fixture(scope="session")
-def processors(loaded) -> VisionProcessors:
+def processors(loaded):
     return VisionProcessors(loaded.processor.image_processor, vision_spec(loaded.model))

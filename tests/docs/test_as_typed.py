@@ -94,7 +94,7 @@ def write_rewards(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory) -> dict[str, Path]:
+def places(tiny_checkpoint, tiny_vision_checkpoint, tmp_path_factory):
     """The files and models that the pages name, by these names."""
     folder = tmp_path_factory.mktemp("places")
     layers = {"num_hidden_layers": 2, "full_attention_interval": 2}

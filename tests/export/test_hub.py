@@ -1,7 +1,5 @@
 """--push-to-hub against a server that answers as the hub's API does, through huggingface_hub itself."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

@@ -1,7 +1,5 @@
 """mlx_lm.server, started as the guide says, answers with the adapter that `--to mlx` wrote."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

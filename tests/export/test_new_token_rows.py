@@ -3,8 +3,6 @@
 tests/oracle/test_new_tokens.py does the same with PEFT itself, live.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

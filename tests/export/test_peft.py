@@ -3,8 +3,6 @@
 tests/oracle/test_peft.py compares logits with PEFT itself, live.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

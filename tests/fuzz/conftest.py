@@ -1,7 +1,5 @@
 """Profiles of hypothesis: a short run that is the same everywhere, and a long one of fresh examples (`make fuzz`)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs commands in a worker process, and decides whether one ended as every command must."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,11 +34,7 @@ class Outcome:
 
 
 class Commands:
-    """A worker process that runs commands one after another, started anew when it dies.
-
-    Args:
-        home: a folder for the worker's home and caches.
-    """
+    """A worker process that runs commands one after another, started anew when it dies; `home` is for its caches."""
 
     def __init__(self, home: Path):
         self.home = home
@@ -52,11 +46,7 @@ class Commands:
         self.count = 0
 
     def run(self, folder: Path, *argv: object, stdin: bytes = b"") -> Outcome:
-        """Run a command in a folder.
-
-        Raises:
-            AssertionError: the process died, hung or used gigabytes.
-        """
+        """Run a command in a folder; fail where the process dies, hangs or uses gigabytes."""
         words = [str(word) for word in argv]
         process = self._started()
         assert process.stdin is not None
@@ -145,17 +135,9 @@ def processor_seconds(session: int) -> float | None:
 
 
 def check(outcome: Outcome, folder: Path, output: Path, *own: Path) -> None:
-    """Assert that a command ended as every command must.
+    """Assert that a command that ran in `folder` ended as every command must.
 
-    Args:
-        outcome: how it ended.
-        folder: where it ran.
-        output: the folder in which it may write, and beside which an earlier run may be moved.
-        own: the worker's own folders, such as its cache.
-
-    Raises:
-        AssertionError: with the command and what is wrong: an exception or a traceback, another exit code than 0 and
-            2, no message or several, or a file written elsewhere.
+    With exit code 0 or 2, no traceback, one message, and no file written but beside `output` and in `own` folders.
     """
     words, err = outcome.argv, outcome.err
     if outcome.failed:

@@ -1,7 +1,5 @@
 """The random input of the commands: options, YAML, rows of data, chat templates, and damage done to files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

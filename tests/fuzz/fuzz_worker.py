@@ -3,8 +3,6 @@
 The parent (fuzz_commands.py) writes a line of JSON for each command, and reads one. It reports a crash or a hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

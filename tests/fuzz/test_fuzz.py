@@ -3,8 +3,6 @@
 A short run of fixed examples is part of the tests; `make fuzz` throws fresh ones until its time is over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """LoRA and DoRA on embeddings, as an embedding and as a tied head, against float64 NumPy and mlx-lm's own layers."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows added to embeddings and heads: values and gradients against float64, and the plain tables made of them."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

@@ -1,7 +1,5 @@
 """Adapters for one token of each row: the factors that a GPU casts are kept, and never used where they are others."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -27,7 +25,7 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.fixture
-def casts(monkeypatch) -> list[mx.array]:
+def casts(monkeypatch):
     """A list that grows by the lora_a of each adapter with factors that are cast and kept."""
     made: list[mx.array] = []
     cast = linear._cast

@@ -1,7 +1,5 @@
 """Ranks by pattern: which module gets which, and that results and files are those of adapters of these ranks."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The error of quantising a merged matrix again, against float64."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

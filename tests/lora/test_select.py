@@ -1,7 +1,5 @@
 """Which modules get an adapter, and the messages for a choice that does not fit the model."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -180,12 +178,6 @@ def test_choices_that_do_not_fit(tiny_model):
     refused("no layer of kind mamba .* they are attention, delta", model, layer_kinds=["mamba"])
     refused("rank: expected a whole number of 1 or more, got 0", model, rank=0)
     refused("has no `layers`", nn.Linear(2, 2))
-
-
-def test_dora_leaves_experts_alone_and_says_so(tiny_model):
-    report = convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(), fine_tune_type="dora")
-    assert not any("switch_mlp" in path for path in report.converted)
-    assert "DoRA is not defined on experts" in report.skipped["language_model.model.layers.0.mlp.switch_mlp.up_proj"]
 
 
 def test_an_adapted_model_is_not_adapted_twice_in_one_place(tiny_model):

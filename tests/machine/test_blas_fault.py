@@ -1,7 +1,5 @@
 """Tests the probe of the BLAS on a correct sgemm, on sgemms with planted faults, and on the one that MLX calls."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import platform

@@ -1,7 +1,5 @@
 """Tests the environment variables that deltatune sets for MLX and CUDA."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd

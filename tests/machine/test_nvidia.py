@@ -1,7 +1,5 @@
 """Tests the limits of an NVIDIA GPU, with a driver, without one, and with one that refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from deltatune.machine import nvidia

@@ -1,7 +1,5 @@
 """Faults before a command starts: unknown values of environment variables, and an MLX that cannot be loaded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -101,24 +99,6 @@ def test_without_mlx_help_and_version_work_and_an_import_fails(without_mlx):
     assert script.stdout.startswith("MLX cannot be loaded")
     # Before a traceback, if there is one.
     assert script.stderr.startswith("deltatune: MLX cannot be loaded")
-
-
-@pytest.mark.parametrize(
-    ("argv", "original", "command_line"),
-    [
-        (["-m", "train"], ["python", "-m", "deltatune", "train"], True),
-        (["-m"], ["python", "-Im", "deltatune"], True),
-        (["-m"], ["python", "-m", "my.trainer", "deltatune"], False),
-        (["/usr/bin/deltatune", "train"], ["python", "/usr/bin/deltatune", "train"], True),
-        (["train.py"], ["python", "train.py"], False),
-        ([""], ["python"], False),
-        ([], [], False),
-    ],
-)
-def test_the_command_line_is_recognised(monkeypatch, argv, original, command_line):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", original)
-    assert startup._is_command_line() is command_line
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Tests the number of BLAS threads: the share of the cores (machine, container, launcher) and the trial."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

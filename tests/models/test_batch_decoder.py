@@ -1,7 +1,5 @@
 """Many prompts are continued at once as mlx-lm continues each, whatever their lengths, in however few rows."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

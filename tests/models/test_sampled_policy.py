@@ -1,7 +1,5 @@
 """Answers are sampled from the policy, one engine serves changed weights, and prompts of a group are read once."""
 
-from __future__ import annotations
-
 import contextlib
 
 import mlx.core as mx

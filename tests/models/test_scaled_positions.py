@@ -11,18 +11,9 @@ from console import called
 from deltatune import upstream
 from deltatune.errors import UserError
 from deltatune.models.load import new_model
+from families import PLAIN
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-}
+SIZES = PLAIN | {"num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 512}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

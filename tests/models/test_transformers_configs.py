@@ -14,18 +14,9 @@ from deltatune.errors import UserError
 from deltatune.layers import logits_of
 from deltatune.models.load import load, new_model
 from deltatune.models.transformers_configs import as_written, check_options, completed
+from families import PLAIN
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "transformers_version": "5.23.0",
-}
+SIZES = PLAIN | {"max_position_embeddings": 512, "transformers_version": "5.23.0"}
 KINDS = ["sliding_attention"] * 3 + ["full_attention"]
 SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
 FULL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}

@@ -4,8 +4,6 @@
 0.32.4 on a Mac with an M3. Arrays are computed on this machine's CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,10 +27,7 @@ _ON_CPUS += ("solve", "solve_triangular", "svd", "tri_inv")
 
 
 class Devices:
-    """The default device, and which streams are the GPU's. A stream of the GPU is one of this machine's CPU.
-
-    `wired` has the limits that mx.set_wired_limit was given.
-    """
+    """The default device, the limits of wired memory that were set, and the GPU's streams, which are this CPU's."""
 
     def __init__(self) -> None:
         self.default = mx.Device(mx.gpu, 0)

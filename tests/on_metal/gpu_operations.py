@@ -4,8 +4,6 @@
 the GPU rounds once and the CPU after each addition; and float64, which the GPU refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ never reaches and a Mac may reach are a Mac's, and so are statements that choose
 nothing but such statements names are a Mac's as a whole.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

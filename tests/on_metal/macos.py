@@ -5,8 +5,6 @@ deltatune, gives it "darwin" for sys.platform, adds macOS's own commands of fcnt
 (macos.cpp), counts ru_maxrss in bytes and allows 256 open files, as launchd does. Other packages run on as on Linux.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import fcntl

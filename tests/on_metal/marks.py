@@ -3,8 +3,6 @@
 A tracer, which sees every line, takes half as long again as the program.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins

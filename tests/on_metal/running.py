@@ -1,7 +1,5 @@
 """Runs commands of deltatune on the stand-in for a Mac (stand_in.py), all in one process."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -26,8 +24,8 @@ def ran(
 ) -> list[dict]:
     """Return what each command did: code, wired, kernels; and `said`, its output.
 
-    `folder` keeps compiled kernels; `flags` are those of stand_in.py. The process gets a Ctrl-C when it has printed the
-    first text of `interrupts`, and then when the next one; after `timeout` seconds it is killed.
+    `folder` keeps compiled kernels. The process gets a Ctrl-C when it has printed the first text of `interrupts`, then
+    another at the next one.
     """
     words = json.dumps([[str(word) for word in command] for command in commands])
     program, waiting = [sys.executable, "-P", STAND_IN, *flags, folder], list(interrupts)

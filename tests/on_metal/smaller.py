@@ -7,8 +7,6 @@ dtype, and packed rows stay; the thirty steps against transformers, the run from
 a measurement do not. `make on-metal` runs the real sizes and all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import islice
 from typing import Any

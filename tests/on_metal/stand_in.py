@@ -12,8 +12,6 @@ it was put into a graph.
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -70,7 +68,7 @@ def built(folder: Path) -> Path:
 
 
 class Metal:
-    """Makes mx.fast.metal_kernel run on the host machine; `attached` counts how often each was put into a graph."""
+    """Makes mx.fast.metal_kernel run on the host machine; `attached` counts the calls of each kernel in graphs."""
 
     def __init__(self, folder: Path, optimised: bool):
         self.attached: Counter[str] = Counter()
@@ -125,9 +123,9 @@ def _within(array: mx.array) -> int:
 
 
 def install(folder: Path, optimised: bool) -> tuple[Metal, apple_gpu.Devices]:
-    """Declare an Apple GPU, whose kernels run on the host machine; `folder` holds what is compiled.
+    """Declare an Apple GPU, whose kernels run on the host machine and are kept in `folder`.
 
-    Kernels that are optimised take three times as long to compile, and a quarter to run.
+    Optimised kernels take three times as long to compile, and a quarter to run.
     """
     metal = Metal(folder, optimised)
     # On Metal MLX fuses operations into kernels, and each would take g++ half a second here. A context manager that

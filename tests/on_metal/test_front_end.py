@@ -4,8 +4,6 @@ No Metal compiler is run. Clang sees what is not C++ for OpenCL, words that the 
 to bf16 and arrays that stay out of registers.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,11 +1,8 @@
 """Commands on a simulated macOS with the stand-in for its GPU: no Linux-only function or file, 256 open files."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ pytestmark = programs.pytestmark
 
 
 @pytest.fixture(scope="module")
-def on_mac(host_folder: Path, tmp_path_factory) -> Callable[..., list[dict]]:
+def on_mac(host_folder, tmp_path_factory):
     """on_mac(*commands, interrupts=()) -> what each command did (running.py)."""
     environment = os.environ | {"DELTATUNE_CACHE": cache_of(tmp_path_factory.mktemp("cache")), "COLUMNS": "200"}
     here = tmp_path_factory.mktemp("current_folder")
@@ -32,7 +29,7 @@ def on_mac(host_folder: Path, tmp_path_factory) -> Callable[..., list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     ask = lambda n: {"role": "user", "content": programs.question(n)}  # noqa: E731
     rows = lambda n: {"messages": [ask(n), {"role": "assistant", "content": f"{n * 7} fox"}]}  # noqa: E731
     return programs.written(tmp_path_factory.mktemp("chats"), rows)

@@ -3,8 +3,6 @@
 All commands of a test run in one process, which takes seconds to start. `make on-metal` runs real head sizes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -37,7 +35,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def of_mac(tmp_path_factory) -> tuple[list, Path]:
+def of_mac(tmp_path_factory):
     """A Mac's own statements, and the file beside which each process of the stand-in leaves which of them it ran."""
     found, lines = statements(PACKAGE), defaultdict(list)
     for each in found:
@@ -48,7 +46,7 @@ def of_mac(tmp_path_factory) -> tuple[list, Path]:
 
 
 @pytest.fixture(scope="module")
-def on_metal(request, host_folder: Path, of_mac: tuple[list, Path], tmp_path_factory) -> Callable[..., list[dict]]:
+def on_metal(request, host_folder, of_mac, tmp_path_factory):
     """on_metal(*commands, **variables) -> what each command did: code, wired, kernels; and `said`, its output."""
     cache, here = cache_of(tmp_path_factory.mktemp("verdicts")), tmp_path_factory.mktemp("current_folder")
     sizes = [] if request.config.getoption("--real-sizes") else ["--smaller"]
@@ -77,19 +75,19 @@ def question(number: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     answer = lambda n: {"prompt": question(n), "completion": f" {n * 7} fox"}  # noqa: E731
     return written(tmp_path_factory.mktemp("data"), answer)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> Path:
+def pairs(tmp_path_factory):
     pair = lambda n: {"prompt": question(n), "chosen": f" {n * 7} fox", "rejected": " cat"}  # noqa: E731
     return written(tmp_path_factory.mktemp("pairs"), pair)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
+def pictures(tmp_path_factory):
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("pictures")
@@ -125,7 +123,7 @@ def check_same_as_on_the_cpu(here: Path, there: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(on_metal, checkpoint, data, tmp_path_factory) -> tuple[Path, list[dict]]:
+def text(on_metal, checkpoint, data, tmp_path_factory):
     """The folder of four runs on text, and what they did: in one go, in two parts, and on the CPU."""
     folder = tmp_path_factory.mktemp("text")
     packed = ("--pack", "--grad-checkpoint")
@@ -167,9 +165,7 @@ def test_text_trains_as_on_the_cpu_and_resumes_to_the_same_bits(text):
 
 
 @pytest.fixture(scope="module")
-def others(
-    on_metal, checkpoint, tiny_checkpoint, tiny_vision_checkpoint, data, pairs, pictures, tmp_path_factory
-) -> tuple[Path, list[str], list[dict]]:
+def others(on_metal, checkpoint, tiny_checkpoint, tiny_vision_checkpoint, data, pairs, pictures, tmp_path_factory):
     """The folder of runs on a mixture, preferences and images, their names, and what they did, then on the CPU."""
     folder = tmp_path_factory.mktemp("others")
     mixture = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
@@ -195,7 +191,7 @@ def test_a_mixture_preferences_and_images_train_as_on_the_cpu(others):
 
 
 @pytest.fixture(scope="module")
-def selftest(on_metal, tmp_path_factory) -> tuple[dict, dict]:
+def selftest(on_metal, tmp_path_factory):
     """What the self-test and a short demo did. The demo's iterations are too few to learn anything."""
     folder = tmp_path_factory.mktemp("demo")
     return tuple(on_metal(["selftest", "--quick"], ["short demo", folder, 2, 3]))

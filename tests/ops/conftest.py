@@ -1,8 +1,6 @@
 """Measures of error, and devices: the launches of a test run on its fixture `execute`, or as if on a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +11,7 @@ from deltatune.ops.operator.measure import relative_error, relative_norm
 
 
 @pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+def _device(request):
     if "execute" not in request.fixturenames:
         yield
         return
@@ -22,7 +20,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def pretend_gpu(monkeypatch):
     """Return pretend_gpu(device, is_right=...) -> the names of the launches, as they are made.
 
     MLX's device passes for an NVIDIA GPU, with kernels that are right, and `device` runs the launches.
@@ -39,12 +37,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def errors() -> Callable[[dict, dict], dict[str, float]]:
+def errors():
     """Return errors(results, truth) -> by name, the largest error relative to the largest true element."""
     return lambda results, truth: {name: relative_error(results[name], truth[name]) for name in truth}
 
 
 @pytest.fixture
-def norms() -> Callable[[dict, dict], dict[str, float]]:
+def norms():
     """Return norms(results, truth) -> by name, the norm of the error relative to that of the truth."""
     return lambda results, truth: {name: relative_norm(results[name], truth[name]) for name in truth}

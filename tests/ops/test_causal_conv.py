@@ -7,6 +7,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.causal_conv import causal_conv
+from deltatune.ops.operator.measure import as_float64
 
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 
@@ -49,14 +50,10 @@ def draw(B, T, C, K, seed, dtype):
     return arrays, mask, segments, dy, dstate
 
 
-def wide(array):
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
 def assert_close(got, expected, tolerance, name):
     assert got.shape == expected.shape, name
     if expected.size:
-        assert np.abs(wide(got) - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-3), name
+        assert np.abs(as_float64(got) - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-3), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -78,11 +75,11 @@ def test_every_output_and_gradient_matches_the_loop(B, T, C, K, masked, packed, 
         )
 
     y, state, expected = reference(
-        *(wide(arrays[name]) for name in ("x", "weight", "bias", "initial_state")),
+        *(as_float64(arrays[name]) for name in ("x", "weight", "bias", "initial_state")),
         mask,
         segments,
-        wide(dy),
-        wide(dstate),
+        as_float64(dy),
+        as_float64(dstate),
     )
     # On CUDA a kernel that mx.compile fuses for an empty array, as the state is for K = 1, ends the process.
     crashes = backend.device() == "cuda" and K == 1
@@ -100,8 +97,8 @@ def test_the_gradient_of_a_long_row_is_accurate():
     mx.random.seed(2)
     x, weight, dy = mx.random.normal((2, 4100, 16)), mx.random.normal((16, 4)), mx.random.normal((2, 4100, 16))
     _, (_, got) = mx.vjp(lambda x, weight: causal_conv(x, weight)[0], [x, weight], [dy])
-    padded = np.pad(wide(x), [(0, 0), (3, 0), (0, 0)])
-    expected = np.stack([(padded[:, tap : tap + 4100] * wide(dy)).sum((0, 1)) for tap in range(4)], axis=1)
+    padded = np.pad(as_float64(x), [(0, 0), (3, 0), (0, 0)])
+    expected = np.stack([(padded[:, tap : tap + 4100] * as_float64(dy)).sum((0, 1)) for tap in range(4)], axis=1)
     assert_close(got, expected, TOLERANCE["float32"], "weight")
 
 

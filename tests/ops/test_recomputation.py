@@ -1,7 +1,5 @@
 """Recomputed cheap operators: the same gradients to the bit, in less memory, and only where asked for."""
 
-from __future__ import annotations
-
 import gc
 
 import mlx.core as mx

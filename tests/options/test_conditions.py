@@ -1,7 +1,5 @@
 """An option that is set and not read is refused, or named where mlx_lm.lora has it and leaves it unread, too."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The options of a run: the values of each, and the one message for anything else."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import re

@@ -1,7 +1,5 @@
 """Which values an option may have: ranges, types, and the messages that refuse a value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

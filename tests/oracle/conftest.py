@@ -1,7 +1,5 @@
 """Live comparisons run under `pytest -m oracle` alone; the replays of their recordings, always."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""A generated answer is read and ended as transformers, with public chat templates, writes and ends it."""
+"""Answers and their templates as transformers has them with public chat templates: reasoning, ends, Modelfiles."""
 
 import json
 import shutil
@@ -9,16 +9,18 @@ import pytest
 import deltatune
 from console import called
 from deltatune.data.chats.answer_parser import AnswerParser
+from deltatune.data.prompts import conversation_text
 from deltatune.demo.assets import MODEL
+from deltatune.errors import UserError
+from deltatune.export.modelfile import turns
 
 trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.oracle
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+FILES = sorted(TEMPLATES.glob("*.jinja"))
 NAMES = [
-    path.stem
-    for path in sorted(TEMPLATES.glob("*.jinja"))
-    if not path.stem.endswith("_training") and "think" in path.read_text(encoding="utf-8")
+    path.stem for path in FILES if not path.stem.endswith("_training") and "think" in path.read_text(encoding="utf-8")
 ]
 THOUGHT, CONTENT = "I count:\n\n1, 2.", "Two.\n\n    two()"
 QUESTION = {"role": "user", "content": "how many?"}
@@ -87,3 +89,29 @@ def test_transformers_stops_where_a_merged_model_stops(tmp_path):
     assert deltatune.generate(deltatune.load(merged), "two teas") == ""
     peft = called("export", "--to", "peft", *flags, "--save-path", tmp_path / "peft")
     assert "give transformers' generate eos_token_id=[0, 2]" in " ".join(peft.stdout.split())
+
+
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "open_at", "arguments": {"day": "Monday"}}}
+ASKED = [{"role": "user", "content": "When?"}]
+ANSWERS = [
+    [{"role": "assistant", "content": "<think>\nIt is 8.\n</think>\n\nAt 8."}],
+    [{"role": "assistant", "content": " At 8.\n\n"}],
+    [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "8", "name": "open_at"}],
+    [{"role": "assistant", "content": "At 8."}, {"role": "user", "content": "\n And now? "}],
+]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_every_history_is_written_as_transformers_writes_it(tokenizer, name):
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    wording, differing = turns(tokenizer)
+    assert (wording is None) == bool(differing)
+    assert differing or not name.startswith(("qwen3", "deepseekv3"))
+    for answer in ANSWERS if wording else []:
+        for last in ([], ASKED):
+            messages = [*ASKED, *answer, *last]
+            try:
+                expected = conversation_text(tokenizer, messages, "")
+            except UserError:
+                continue
+            assert wording.text(messages) == expected.removeprefix(tokenizer.bos_token or "")

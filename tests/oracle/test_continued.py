@@ -3,8 +3,6 @@
 Every family live, under `make oracle`; two of them against recordings, always.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`eval --tasks` gives the numbers of lm-eval's own class for transformers, method by method. Live."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,6 +1,4 @@
-"""The known faults of mlx-lm's models, shown on tiny models beside transformers' own. Live."""
-
-from __future__ import annotations
+"""Folders with weights of two builds, and the known faults of mlx-lm's models, beside transformers. Live."""
 
 import json
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 
 from deltatune.models.known_faults import known_faults
 from deltatune.models.load import load_model
+from weight_builds import CASES, arrange
 
 pytestmark = [pytest.mark.oracle, pytest.mark.usefixtures("saves")]
 
@@ -70,3 +69,24 @@ def test_positions_that_are_scaled_by_length(short, lengths, tmp_path):
     off, beyond = difference("phi3", tmp_path, {"rope_parameters": rope, "original_max_position_embeddings": 64})
     assert beyond == lengths
     assert off.max() > 1.0 if lengths else off.max() < TOLERANCE
+
+
+TOKENS = [[5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_loads_the_same_build(tmp_path, case):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / str(seed))
+    folder = arrange(case, tmp_path / "0", tmp_path / "1", tmp_path / "model")
+    with torch.no_grad():
+        theirs = LlamaForCausalLM.from_pretrained(folder)(torch.tensor(TOKENS)).logits.numpy()
+    ours = np.array(load_model(folder)[0](mx.array(TOKENS)))
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()

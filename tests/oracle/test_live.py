@@ -1,7 +1,5 @@
 """transformers, PEFT and TRL beside deltatune, run live. `make oracle`; fails where one of them is absent."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

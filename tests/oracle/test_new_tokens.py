@@ -1,7 +1,5 @@
 """Rows for new tokens go to PEFT, train on there with our losses, and come back. Live, under `make oracle`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

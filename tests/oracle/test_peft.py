@@ -1,7 +1,5 @@
 """transformers + PEFT load deltatune's exports, and deltatune loads PEFT's files: the logits are the same. Live."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """deltatune against the recorded runs of transformers + PEFT: same checkpoint, batches, optimizer; no torch."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

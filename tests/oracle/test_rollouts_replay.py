@@ -1,7 +1,5 @@
 """Advantages, losses and gradients of sampled answers are those that TRL gave on the same rollouts; no torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from parity import rollouts

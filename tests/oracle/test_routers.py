@@ -1,7 +1,5 @@
 """The losses of routers equal those of transformers on the same model and the same padded rows. Live."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Tiny models that transformers itself draws and saves have the same logits and losses here, packed too. Live."""
 
-from __future__ import annotations
-
 import json
 import random
 import runpy

@@ -3,8 +3,6 @@
 test_peft.py has every kind of adapter; here stand the files and the classes that a user names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -188,7 +186,7 @@ OLD = "0.18.0"
 
 
 @pytest.fixture(scope="session")
-def old_peft(tmp_path_factory) -> Path:
+def old_peft(tmp_path_factory):
     """A folder with an older version of PEFT, which stores the factors of experts the other way round."""
     folder = tmp_path_factory.mktemp("peft")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"peft=={OLD}"]

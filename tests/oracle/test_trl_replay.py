@@ -1,7 +1,5 @@
 """Preferences, distillation and heads against recorded runs of TRL and torch: same start, batches, optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

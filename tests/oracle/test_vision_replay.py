@@ -1,7 +1,5 @@
 """Training on images and videos against recorded runs of transformers + PEFT: same checkpoint, batches; no torch."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

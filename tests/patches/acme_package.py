@@ -1,7 +1,5 @@
 """A small package that tests patch, and the record of its one function."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Makes a stand-in for a package of upstream: its own files under another version, with some of its code changed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -36,18 +34,10 @@ def stand_in(
     name: str = "mlx_lm",
     renamed: dict[str, str] | None = None,
 ) -> str:
-    """Write a package's files with changes into a folder, and return a PYTHONPATH under which they are imported.
+    """Write a package's files into a folder; return a PYTHONPATH under which they come before all others.
 
-    The folders on PYTHONPATH stay behind it.
-
-    Args:
-        folder: Where the package is written.
-        version: The version that it states.
-        changes: By module of its `models`: after the first text, the second one is replaced by the third. A module
-            that does not exist yet is written.
-        mlx: The version that mlx states, if not its own.
-        name: The package: mlx_lm or mlx_vlm.
-        renamed: Names that all its files have in another form.
+    `changes` replace, by module of its `models`, the second text, behind the first, by the third, or write a module;
+    `mlx` is the version that mlx states, and `renamed` are names that all files have in another form.
     """
     package = Path(importlib.util.find_spec(name).origin).parent
     ignored = shutil.ignore_patterns("__pycache__")

@@ -1,8 +1,5 @@
 """Fixtures of patches: a small package to patch, checks that are asked anew, and kernels on the host machine."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,7 @@ def asked_anew(monkeypatch):
 
 
 @pytest.fixture
-def passes_on_host(host_folder, monkeypatch) -> Callable[..., list[str]]:
+def passes_on_host(host_folder, monkeypatch):
     """passes_on_host(*files): from then on the host machine runs the pointwise kernels; a list names those that ran."""
 
     def start(*files: str) -> list[str]:

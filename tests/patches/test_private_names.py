@@ -1,7 +1,5 @@
 """A patch that needs a private name of upstream is left alone where the name is gone, and the reason is said."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

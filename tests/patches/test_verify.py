@@ -1,7 +1,5 @@
 """The implementation of each layer of a model is found: gated delta, attention and experts."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 

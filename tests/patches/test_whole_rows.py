@@ -1,9 +1,7 @@
 """Calls of MLX's attention with every kind of mask give MLX's numbers and gradients where deltatune serves them."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +10,8 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops.segments import attention_mask, rule_of
 from deltatune.ops.tracing import trace
-from deltatune.patches import patched, revert, whole_rows
+from deltatune.patches import patched, whole_rows
+from deltatune.patches.patch import revert
 from deltatune.patches.tables import one_row_products
 
 OURS, UPSTREAM = whole_rows.OURS, whole_rows.UPSTREAM
@@ -20,7 +19,7 @@ ON_A_CPU = pytest.mark.skipif(backend.device() != "cpu", reason="only a CPU uses
 
 
 @pytest.fixture(autouse=True)
-def blocked(monkeypatch) -> Iterator[None]:
+def blocked(monkeypatch):
     """Force `blocked`: MLX's own attention would serve rows of a few tokens (ops/attention/choice.py)."""
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     whole_rows.reset()

@@ -1,7 +1,5 @@
 """A refusal's advice on smaller adapters and moments: typed as it stands there, it saves the stated bytes, and fits."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -16,7 +14,10 @@ from deltatune.plan import fit
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.search import Largest
 
-pytestmark = pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+pytestmark = [
+    pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)"),
+    pytest.mark.usefixtures("kept_forecasts"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +28,13 @@ def mixture(tiny_checkpoint):
     )
 
 
-@pytest.fixture
-def words(tmp_path, mixture):
+@pytest.fixture(scope="module")
+def words(tmp_path_factory, mixture):
     """The command line of a run of a few tokens, without its command."""
-    data = tmp_path / "data"
-    data.mkdir()
+    data = tmp_path_factory.mktemp("data")
     (data / "train.jsonl").write_text((json.dumps({"prompt": "the quick brown fox", "completion": "jumps"}) + "\n") * 4)
     run = ["--batch-size", 1, "--max-seq-length", 32, "--rank", 16, "--optimizer", "adamw"]
-    return ["--model", mixture, "--data", data, "--adapter-path", tmp_path / "out", "--grad-checkpoint", *run]
+    return ["--model", mixture, "--data", data, "--adapter-path", data / "out", "--grad-checkpoint", *run]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Python is the command line: keyword arguments are its options, rows in memory are a file's rows, callbacks watch."""
 
-from __future__ import annotations
-
 import html
 import json
 

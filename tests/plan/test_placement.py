@@ -1,13 +1,16 @@
-"""Tests which layers a bounded run leaves on the disk, and its lines on them."""
+"""Tests which layers a bounded run leaves on the disk, and the search for the largest batch and row."""
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.nn as nn
 import pytest
 
+from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.layers_on_disk import held, left_on_disk, spread
 from deltatune.plan.placement import Placement
+from deltatune.plan.search import Largest, largest
 from deltatune.train.by_layer.layer_functions import lowest_layer
 
 
@@ -62,3 +65,71 @@ def test_where_the_backward_pass_ends():
     assert lowest_layer(model, paths) == 1
     model.embedding.unfreeze()
     assert lowest_layer(model, paths) == 0
+
+
+PEAKS = {
+    "linear": lambda v: 1_000 + 37 * v,
+    "quadratic": lambda v: 5_000 + 3 * v + 2 * v * v,
+    "steps": lambda v: 1_000 + 500 * (v // 7),
+    "flat": lambda v: 1_000,
+}
+
+
+def planned(peak, buffers=lambda v: 10):
+    tried = []
+
+    def attempt(value):
+        tried.append(value)
+        moment = SimpleNamespace(amount=peak(value)), SimpleNamespace(amount=buffers(value))
+        return SimpleNamespace(bytes=moment[0], buffers=moment[1])
+
+    return attempt, tried
+
+
+@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("limit", [1_200, 9_000, 400_000])
+@pytest.mark.parametrize("step", [1, 32])
+def test_finds_the_largest_that_fits_within_a_fiftieth(name, limit, step):
+    peak, most = PEAKS[name], 4096
+    attempt, tried = planned(peak)
+    found = largest(attempt, DeviceLimits(None, limit, "", ""), {}, range(step, most + 1, step))
+    best = max((v for v in range(step, most + 1, step) if peak(v) <= limit), default=0)
+    assert found.value <= best
+    # The memory of steps is that of seven values.
+    assert best - found.value <= max(step, best / 49, 7 * (name == "steps")), (found, best, tried)
+    assert found.more == (best == most)
+    assert len(tried) <= 10
+    assert all(value % step == 0 and 0 < value <= most for value in tried)
+
+
+def test_both_limits_count():
+    attempt, _ = planned(lambda v: v, buffers=lambda v: 3 * v)
+    assert largest(attempt, DeviceLimits(300, 1_000, "", ""), {}, range(1, 5_001)).value == 100
+
+
+def test_two_plans_are_enough_where_the_memory_without_tokens_is_known():
+    """The second plan is as foreseen, and the place where the limit is met is near."""
+    attempt, tried = planned(PEAKS["linear"])
+    fixed, known = attempt(0), {100: attempt(100)}
+    tried.clear()
+    limits = DeviceLimits(None, 100_000, "", "")
+    assert largest(attempt, limits, known, range(1, 4097), fixed) == Largest(2675, more=False)
+    assert tried == [2675]
+    assert largest(attempt, DeviceLimits(None, 10**9, "", ""), known, range(1, 4097), fixed) == Largest(4096, more=True)
+    assert tried == [2675, 4096]
+
+
+def test_memory_that_bends_down_is_not_searched_from_the_largest_value():
+    """A long row is traced in pieces, whose memory a token is less than that of a short row."""
+    attempt, tried = planned(lambda v: 1_680 + (4.4 * v if v < 3_000 else 4_200 + 3.0 * v))
+    fixed, known = attempt(0), {2048: attempt(2048)}
+    tried.clear()
+    found = largest(attempt, DeviceLimits(None, 25_280, "", ""), known, range(32, 262_145, 32), fixed)
+    assert 6_300 <= found.value <= 6_466
+    assert len(tried) <= 4, tried
+
+
+def test_no_values_are_none():
+    limits, none = DeviceLimits(None, 1, "", ""), Largest(0, more=False)
+    assert largest(None, limits, {}, range(1, 1)) == none
+    assert largest(None, limits, {}, range(1, 9), planned(PEAKS["linear"])[0](0)) == none

@@ -4,8 +4,6 @@ Python imports this module when it starts, from PYTHONPATH (tests/conftest.py). 
 model files is cached in a file, and mlx.launch waits for its programs' output where it would poll their input.
 """
 
-from __future__ import annotations
-
 import marshal
 import os
 import sys

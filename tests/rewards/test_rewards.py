@@ -1,17 +1,21 @@
-"""Reward functions of the user run in processes with a deadline; one that fails is named with its row."""
+"""Rewards by functions: built-in ones and the user's own, in processes of their own, and the runs that ask them."""
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from console import called
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.rewards import RewardError, Rewards
+from deltatune.rewards.built_in import built_in
 
 PROMPTS = ["first", "second", "third"]
 COMPLETIONS = ["a", "bb", "c"]
@@ -266,3 +270,105 @@ def test_a_program_that_fails_is_named(folder, what, command, words):
     with pytest.raises(RewardError) as failed:
         scored(f"command:{command}", reward_timeout=1)
     assert words in str(failed.value)
+
+
+CASES = {
+    "exact": (
+        {"completions": [" 4\n", "5", [{"role": "assistant", "content": "4"}]], "answer": ["4", "4", 4]},
+        [1, 0, 1],
+    ),
+    "marked": (
+        {"completions": ["2 + 2\n#### 4", "4", "#### 3 #### 4\nso", "#### 5"], "answer": ["a\n#### 4", "4", "4", "4"]},
+        [1, 0, 1, 0],
+    ),
+    "marked:Answer:": ({"completions": ["Answer: yes"], "answer": ["yes"]}, [1]),
+    "regex:^(yes|no)$": ({"completions": ["yes", "yes!", "no"]}, [1, 0, 1]),
+    "json:name, age": (
+        {"completions": ['{"name": 1, "age": 2, "x": 3}', '{"name": 1}', "[1]", "name age", "[" * 100_000]},
+        [1, 0, 0, 0, 0],
+    ),
+    "json": ({"completions": ["{}", "1"]}, [1, 0]),
+    "length:4": ({"completion_ids": [[1] * 4, [1] * 5, [1] * 8, [1] * 20]}, [0, -0.25, -1, -1]),
+    "repetition:2": ({"completion_ids": [[1, 2, 3, 4], [5] * 5, [1]]}, [0, -0.75, 0]),
+    "repetition": ({"completion_ids": [[7] * 5, [1, 2]]}, [1 / 3 - 1, 0]),
+}
+
+
+def reward(text):
+    name, _, argument = text.partition(":")
+    return built_in(name, argument)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_a_built_in_reward_is_its_definition(text):
+    columns, wanted = CASES[text]
+    assert reward(text)(**columns) == pytest.approx(wanted)
+
+
+def test_mathematics_is_compared_by_math_verify(monkeypatch):
+    module = ModuleType("math_verify")
+    module.parse = lambda text: [text.strip("$").replace("2/4", "1/2")] if "/" in text and "$" in text else []
+    module.verify = lambda gold, formula: gold == formula
+    monkeypatch.setitem(sys.modules, "math_verify", module)
+    completions = ["$1/2$", "$2/4$", "$1/3$", "$1/2$"]
+    rewards = reward("math-verify")(completions=completions, answer=["1/2", "$1/2$", "1/2", "none"])
+    assert rewards == [1, 1, 0, None]
+
+
+def test_generated_tasks_are_scored_by_reasoning_gym(monkeypatch):
+    module, parts = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.utils")
+    module.get_score_answer_fn = lambda name: lambda answer, entry: (name, answer, entry["answer"]) == ("sums", "4", 4)
+    parts.extract_answer = lambda text: text[8:-9] if text.startswith("<answer>") else None
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", parts)
+    columns = {"answer": [4, 4, 4], "metadata": [{"source_dataset": "sums"}] * 3}
+    assert reward("reasoning-gym")(completions=["<answer>4</answer>", "4", "5"], **columns) == [1, 1, 0]
+
+
+REWARD_RUNS_FUNCTIONS = """
+from pathlib import Path
+
+def letters(completions, letter):
+    return [text.count(one) / 12 for text, one in zip(completions, letter)]
+
+def fails_later(completions):
+    calls = Path("calls")
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    if len(calls.read_text()) == 3:
+        raise ValueError("no judge")
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def train(tmp_path, checkpoint):
+    (tmp_path / "rewards.py").write_text(REWARD_RUNS_FUNCTIONS)
+    rows = [{"prompt": f"question {n} ", "letter": "aeiou"[n % 5]} for n in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"iters": 4, "batch-size": 2, "num-generations": 4, "max-completion-length": 12, "max-seq-length": 64}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+
+    def run(*flags, model=checkpoint):
+        start = ["train", "--model", model, "--data", "prompts.jsonl", "--loss", "grpo"]
+        return called(*start, *words, "--adapter-path", "out", *flags, cwd=tmp_path)
+
+    return run
+
+
+@pytest.mark.bad_input("a reward file with a mistake, and a model that is missing")
+def test_a_mistake_in_a_file_is_named_before_the_model_is_looked_for(train, tmp_path):
+    (tmp_path / "wrong.py").write_text("def f(completions)\n    return []\n")
+    done = train("--reward-funcs", "wrong.py:f", model="nowhere")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "wrong.py, line 1, is not Python: expected ':'" in done.stderr
+
+
+def test_a_run_that_a_failure_has_ended_goes_on_without_its_rewards(train):
+    flags = ["--reward-funcs", "rewards.py:letters,fails_later", "--reward-weights", "1", "0.5"]
+    done = train(*flags)
+    assert done.returncode == 2
+    assert "reward fails_later (rewards.py): raised ValueError: no judge (rewards.py, line 11)" in done.stderr
+    assert "The state after iteration 2 is saved" in done.stderr
+    done = train(*flags, "--reward-errors", "none", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "Resuming after iteration 2 of 4." in done.stdout

@@ -35,7 +35,7 @@ _STRAIGHT_RUNS: dict[str, Path] = {}
 
 
 @pytest.fixture(scope="session")
-def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_folder(tmp_path_factory):
     """A data folder with 44 training, 6 validation and 6 test pairs, in two length buckets."""
     folder = tmp_path_factory.mktemp("data")
     draw = random.Random(0)
@@ -49,7 +49,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def options(checkpoint: Path, data_folder: Path) -> dict[str, Any]:
+def options(checkpoint, data_folder):
     """Options of a short run with accumulation, dropout, a schedule and clipping, which saves inside accumulations."""
     return {
         "model": str(checkpoint),
@@ -68,22 +68,20 @@ def options(checkpoint: Path, data_folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def splits(options: dict[str, Any], checkpoint: Path) -> Splits:
+def splits(options, checkpoint):
     config = TrainConfig(**options | {"lora_parameters": LoraConfig(**options["lora_parameters"])})
     return load_datasets(config, load(checkpoint).tokenizer)
 
 
 @pytest.fixture
-def screen_text() -> SimpleNamespace:
+def screen_text():
     """A screen that records: `.screen` is for a trainer, and `.text()` returns its output."""
     console = Console(record=True, width=400, force_terminal=False, file=io.StringIO())
     return SimpleNamespace(screen=Screen(console=console), text=lambda: console.export_text())
 
 
 @pytest.fixture
-def make_trainer(
-    options: dict[str, Any], splits: Splits, tmp_path: Path, screen_text: SimpleNamespace
-) -> Callable[..., Trainer]:
+def make_trainer(options, splits, tmp_path, screen_text):
     """make_trainer(splits=..., **changes) returns a Trainer of a freshly loaded model, with changed options."""
 
     def factory(splits: Splits = splits, **changes: Any) -> Trainer:
@@ -100,11 +98,7 @@ def make_trainer(
 
 
 @pytest.fixture
-def straight_run(
-    make_trainer: Callable[..., Trainer],
-    options: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., Path]:
+def straight_run(make_trainer, options, tmp_path_factory):
     """straight_run(**changes) -> the folder of a run in one go; one for each set of options and session, so read it."""
 
     def folder(**changes: Any) -> Path:
@@ -119,7 +113,7 @@ def straight_run(
 
 
 @pytest.fixture
-def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def run_with(monkeypatch):
     """run_with(trainer, act) runs the trainer, and calls act(iterations, batch) before each micro-batch."""
 
     def run(trainer: Trainer, act: Callable[[Iterations, Batch], Any]) -> Result:
@@ -137,9 +131,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 @pytest.fixture
-def loses_nothing(
-    make_trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def loses_nothing(make_trainer, tmp_path, monkeypatch):
     """loses_nothing(trainer, straight, (owner, name, function), error, said, **options) breaks a run and continues it.
 
     With `function` in its place, the run of these options raises the error, which says `said` (a regular expression),
@@ -168,7 +160,7 @@ def loses_nothing(
 
 
 @pytest.fixture
-def traced_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_ahead(monkeypatch):
     """Compiled functions are traced once before, as on an NVIDIA GPU. Kernels that are only built return zeros."""
 
     @contextlib.contextmanager
@@ -180,7 +172,7 @@ def traced_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def early_starts(traced_ahead: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def early_starts(traced_ahead, monkeypatch):
     """Iterations are started early, as on an NVIDIA GPU; the list holds those during which another one was."""
     during: list[int] = []
     plain = engine.EarlyEngine._start_next
@@ -199,7 +191,7 @@ TRAIN = "import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sy
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def launch(tmp_path):
     """launch(options, *flags, ranks=2, backend="ring", program=TRAIN, before=()) runs a program under mlx.launch.
 
     The program's arguments are `before`, then -c and a file with the options, then the flags.
@@ -276,5 +268,5 @@ def _free_ports(count: int) -> int:
 
 
 @pytest.fixture(scope="session")
-def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
+def read_metrics():
     return metrics

@@ -1,4 +1,4 @@
-"""Prints the graph of a full fine-tuning's step on an NVIDIA GPU as JSON; test_full_fine_tuning.py runs it.
+"""Prints the graph of a full fine-tuning's step on an NVIDIA GPU as JSON; test_buffers.py runs it.
 
 There are three lists of pairs, of a primitive's kind and its number of elements: those of the forward and backward
 pass, those of the update, and those whose outputs are the gradients. The pretended machine would stay in the caches of
@@ -37,7 +37,7 @@ def main():
         prepare(model, config)
         built = traced_step.trace_step(model, config, traced_step.BatchShape(2, 512), ArrayLayout.measured())
     first, update = built.phases
-    lists = first.order, update.order, first.outputs[-built.gradients - 2 : -2]
+    lists = first.order, update.order, first.outputs[-built.before.counts["gradients"] - 2 : -2]
     print(json.dumps([[(node.kind, node.size) for node in nodes] for nodes in lists]))
 
 

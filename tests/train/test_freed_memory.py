@@ -1,9 +1,5 @@
 """The limit of MLX's cache of freed memory during a run."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import mlx.core as mx
 import pytest
 
@@ -34,7 +30,7 @@ def put_in_place(allocator: _Allocator, device: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Allocator]:
+def allocator(monkeypatch):
     made = _Allocator()
     put_in_place(made, "cuda", monkeypatch)
     yield made
@@ -138,7 +134,7 @@ class _Metal(_Allocator):
 
 
 @pytest.fixture
-def metal(monkeypatch: pytest.MonkeyPatch) -> _Metal:
+def metal(monkeypatch):
     made = _Metal()
     put_in_place(made, "metal", monkeypatch)
     return made

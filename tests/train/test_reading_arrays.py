@@ -2,7 +2,6 @@
 
 import ctypes
 import sys
-from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +13,7 @@ GET_BUFFER = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, 
 
 
 @pytest.fixture
-def readers() -> Iterator[set[str]]:
+def readers():
     """The names of the functions that ask an array of MLX for a buffer, as NumPy does for them."""
     names: set[str] = set()
     functions = ctypes.c_void_p.from_address(id(mx.array) + AS_BUFFER).value

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from jinja2.exceptions import UndefinedError
 from mlx_lm.tokenizer_utils import load
 from mlx_lm.tuner.datasets import ChatDataset
@@ -39,115 +40,8 @@ CHAT = [
     {"role": "assistant", "content": "Gladly."},
 ]
 ROW = {"messages": CHAT, "tools": json.dumps([TOOL])}
-SPECIAL = {
-    "qwen3": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "\n\n"],
-    "qwen3_5": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "\n\n"],
-    "qwen3_8": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "\n\n"],
-    "kimi_k2_thinking": [
-        "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<think>", "</think>",
-        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-        "<|tool_calls_section_end|>",
-    ],
-    "olmo3": ["<function_calls>", "</function_calls>", "<functions>", "</functions>"],
-    "deepseek_v3_1": [
-        "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>",
-        "<｜tool▁output▁end｜>", "<｜end▁of▁sentence｜>",
-    ],
-    "glm_4_5": [
-        "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>",
-        "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
-    ],
-}  # fmt: skip
-# The tokens at which generation stops, where they are others than these.
-ENDS = {"deepseek_v3_1": ["<｜end▁of▁sentence｜>"], "glm_4_5": ["<|endoftext|>", "<|user|>", "<|observation|>"]}
-QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
-QWEN_3_5_CALL = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-KIMI_CALL = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    '{"city": "Rome", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'
-)
-DEEPSEEK_CALL = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
-    '{"city": "Rome", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-)
-GLM_CALL = (
-    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
-)
-# For each template, the rows, and in each row the texts that count.
-COUNTED = {
-    "qwen3": [
-        [
-            f"<think>\nI look it up.\n</think>\n\n{QWEN_CALL}<|im_end|>\n",
-            "<think>\nThe tool says so.\n</think>\n\nSun.<|im_end|>\n",
-        ],
-        ["<think>\nTwo days were asked.\n</think>\n\nThe same.<|im_end|>\n"],
-        ["<think>\n\n</think>\n\nGladly.<|im_end|>\n"],
-    ],
-    # The prompt of Qwen3.5 opens the reasoning; where there is none, it closes it as well.
-    "qwen3_5": [
-        [
-            f"I look it up.\n</think>\n\n{QWEN_3_5_CALL}<|im_end|>\n",
-            "The tool says so.\n</think>\n\nSun.<|im_end|>\n",
-        ],
-        ["Two days were asked.\n</think>\n\nThe same.<|im_end|>\n"],
-        ["Gladly.<|im_end|>\n"],
-    ],
-    # Qwen3.8 asks for reasoning in the system message, so an answer without it has a row that does not.
-    "qwen3_8": [
-        [
-            f"I look it up.\n</think>\n\n{QWEN_3_5_CALL}<|im_end|>\n",
-            "The tool says so.\n</think>\n\nSun.<|im_end|>\n",
-            "Two days were asked.\n</think>\n\nThe same.<|im_end|>\n",
-        ],
-        ["Gladly.<|im_end|>\n"],
-    ],
-    # Kimi K2 Thinking's writes the reasoning of a call until an answer follows, and that of an answer never.
-    "kimi_k2_thinking": [
-        [f"<think>I look it up.</think>{KIMI_CALL}<|im_end|>", "<think></think>Sun.<|im_end|>"],
-        ["<think></think>The same.<|im_end|>", "<think></think>Gladly.<|im_end|>"],
-    ],
-    # The last answer ends with another token than those before it; generation stops at both.
-    "olmo3": [
-        [
-            '<function_calls>weather(city="Rome", days=2)</function_calls><|im_end|>',
-            "Sun.<|im_end|>",
-            "The same.<|im_end|>",
-            "Gladly.<|endoftext|>",
-        ]
-    ],
-    # DeepSeek V3.1's joins the text of the arguments. Behind the result of a tool nothing opens the answer.
-    "deepseek_v3_1": [
-        [
-            f"{DEEPSEEK_CALL}<｜end▁of▁sentence｜>",
-            "Sun.<｜end▁of▁sentence｜>",
-            "The same.<｜end▁of▁sentence｜>",
-            "Gladly.<｜end▁of▁sentence｜>",
-        ]
-    ],
-    # A turn of GLM-4.5 ends with the marker of the next role, at which generation stops.
-    "glm_4_5": [
-        [
-            f"\n<think>I look it up.</think>\n{GLM_CALL}<|observation|>",
-            "\n<think>The tool says so.</think>\nSun.<|user|>",
-        ],
-        ["\n<think>Two days were asked.</think>\nThe same.<|user|>"],
-        ["\n<think></think>\nGladly.<|user|>"],
-    ],
-}
-UNWRITTEN = {
-    "qwen3": 0,
-    "qwen3_8": 0,
-    "qwen3_5": 0,
-    "kimi_k2_thinking": 2,
-    "olmo3": 3,
-    "deepseek_v3_1": 3,
-    "glm_4_5": 0,
-}
+TEMPLATES = Path(__file__).parents[1] / "templates"
+EXPECTED = yaml.safe_load((TEMPLATES / "expected.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -155,12 +49,11 @@ def tokenizer(request, tokenizers, tmp_path):
     folder = tmp_path / "tokenizer"
     tokenizers("plain")._tokenizer.save_pretrained(folder)
     inner = AutoTokenizer.from_pretrained(folder)
-    inner.add_tokens(SPECIAL[request.param])
-    inner.chat_template = (Path(__file__).parents[1] / "templates" / f"{request.param}.jinja").read_text(
-        encoding="utf-8"
-    )
+    expected = EXPECTED[request.param]
+    inner.add_tokens(expected["special"])
+    inner.chat_template = (TEMPLATES / f"{request.param}.jinja").read_text(encoding="utf-8")
     inner.save_pretrained(folder)
-    names = ENDS.get(request.param, ["<|im_end|>", "<|endoftext|>"])
+    names = expected["ends"]
     inner = AutoTokenizer.from_pretrained(folder, eos_token=names[0])
     inner.save_pretrained(folder)
     return load(folder, eos_token_ids=inner.convert_tokens_to_ids(names))
@@ -175,11 +68,11 @@ def shown(examples, tokenizer) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
+@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in EXPECTED], indirect=["tokenizer"])
 def test_the_counted_tokens_are_the_answers_as_generated(tokenizer, folder, name):
     config = folder(train=[ROW])
     splits = load_datasets(config, tokenizer)
-    assert [re.findall(r"⟦(.*?)⟧", text, re.S) for text in shown(splits.train, tokenizer)] == COUNTED[name]
+    assert [re.findall(r"⟦(.*?)⟧", text, re.S) for text in shown(splits.train, tokenizer)] == EXPECTED[name]["counted"]
     for example in splits.train:
         # What stands before each counted part is the prompt that the template writes for that answer.
         tokens, counted = example.tokens.tolist(), example.targets.tolist()
@@ -193,22 +86,26 @@ def test_the_counted_tokens_are_the_answers_as_generated(tokenizer, folder, name
         ]
         assert all(tokens[:start] in prompts for start in starts)
     reasoning = [note for note in splits.notes if "does not write" in note]
-    assert [f"{UNWRITTEN[name]} answers have" in note for note in reasoning] == [True] * bool(UNWRITTEN[name])
-    assert any("1 of 1 conversations take several rows" in note for note in splits.notes) == (len(COUNTED[name]) > 1)
+    assert [f"{EXPECTED[name]['unwritten']} answers have" in note for note in reasoning] == [True] * bool(
+        EXPECTED[name]["unwritten"]
+    )
+    assert any("1 of 1 conversations take several rows" in note for note in splits.notes) == (
+        len(EXPECTED[name]["counted"]) > 1
+    )
 
 
-@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
+@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in EXPECTED], indirect=["tokenizer"])
 def test_the_last_turn_alone(tokenizer, folder, name):
     (example,) = load_datasets(folder(train=[ROW], chat_turns="last"), tokenizer).train
     (text,) = shown([example], tokenizer)
-    assert re.findall(r"⟦(.*?)⟧", text, re.S) == COUNTED[name][-1][-1:]
+    assert re.findall(r"⟦(.*?)⟧", text, re.S) == EXPECTED[name]["counted"][-1][-1:]
     end = tokenizer.convert_tokens_to_ids(["<|user|>"] if name == "glm_4_5" else [])
     whole = tokenizer.apply_chat_template(meant(name), tools=[TOOL], enable_thinking=name != "qwen3_8")
     assert example.tokens.tolist() == whole + end
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "name"), [(name, name) for name in COUNTED if name != "qwen3_8"], indirect=["tokenizer"]
+    ("tokenizer", "name"), [(name, name) for name in EXPECTED if name != "qwen3_8"], indirect=["tokenizer"]
 )
 def test_rows_have_the_tokens_of_mlx_lm_lora(tokenizer, name):
     """All but the end that GLM-4.5's leaves to the next turn, and arguments that mlx_lm.lora writes as text in text.
@@ -241,7 +138,7 @@ VALUES = {"city": "", "days": 0, "now": True, "late": False, "note": None, "stop
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["mapping", "text"])
-@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in COUNTED], indirect=["tokenizer"])
+@pytest.mark.parametrize(("tokenizer", "name"), [(name, name) for name in EXPECTED], indirect=["tokenizer"])
 def test_arguments_that_are_empty_or_zero_keep_their_values(tokenizer, folder, name, as_text):
     """The tokens are those of transformers for the same arguments; none is left out as an empty field."""
     arguments = json.dumps(VALUES) if as_text else VALUES

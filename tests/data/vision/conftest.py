@@ -1,7 +1,6 @@
 """Fixtures for rows with images and videos; they use the `folder` of the test's own module."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from deltatune.options.config import TrainConfig
 
 
 @pytest.fixture
-def write(folder) -> Callable[..., None]:
+def write(folder):
     def write_rows(*rows: dict[str, Any]) -> None:
         (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
@@ -21,7 +20,7 @@ def write(folder) -> Callable[..., None]:
 
 
 @pytest.fixture
-def read(folder, loaded, processors) -> Callable[..., Splits]:
+def read(folder, loaded, processors):
     def read_splits(**options: Any) -> Splits:
         return load_datasets(TrainConfig(data=str(folder), batch_size=1, **options), loaded.tokenizer, processors)
 
@@ -29,7 +28,7 @@ def read(folder, loaded, processors) -> Callable[..., Splits]:
 
 
 @pytest.fixture
-def refusal(folder, write, read) -> Callable[..., str]:
+def refusal(folder, write, read):
     """refusal(good row, bad row) returns the message that refuses the second, which names file and line."""
 
     def message(good: dict[str, Any], bad: dict[str, Any]) -> str:

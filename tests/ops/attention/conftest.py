@@ -1,6 +1,5 @@
 """Gives the tests of attention the cases of oracle.py, and its functions that run and measure an implementation."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def case_named() -> Callable:
+def case_named():
     return {case.name: case for case in oracle.CASES}.__getitem__
 
 
 @pytest.fixture
-def differentiate() -> Callable:
+def differentiate():
     return oracle.differentiate
 
 
 @pytest.fixture
-def norms() -> Callable[[dict, dict], dict[str, float]]:
+def norms():
     return oracle.norms

@@ -1,7 +1,5 @@
 """`naive` and `blocked` against float64 and under MLX's transforms, and the memory that `blocked` takes."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 
@@ -61,7 +59,7 @@ def loss(function, **options):
 
 
 @pytest.fixture
-def arrays() -> list[mx.array]:
+def arrays():
     return [mx.random.normal((2, heads, 40, 16), key=mx.random.key(heads)) for heads in (4, 2, 2)]
 
 

@@ -1,7 +1,5 @@
 """The entry point: its refusals and their messages, and which implementation it takes."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

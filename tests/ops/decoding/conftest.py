@@ -1,9 +1,6 @@
 """A fixture that runs the launches of a token on the host machine, which watches for races, or on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from host_machine import HostMachine, cuda_text
@@ -17,7 +14,7 @@ NVIDIA_BYTES = 99 * 1024
 
 
 @pytest.fixture(scope="session")
-def running(host_folder: Path) -> Callable[[Kernel], Callable[[Launch], list]]:
+def running(host_folder):
     """Return running(kernel): the function that runs the launches of a kernel."""
 
     def run(kernel: Kernel) -> Callable[[Launch], list]:

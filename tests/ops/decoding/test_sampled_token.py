@@ -1,7 +1,5 @@
 """The kernel that samples a token of each row: MLX's tokens, float64's log-probabilities and entropies; bad rows."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Linear layers for the next tokens of a batch take norms, SwiGLU, sums and adapters along, with the same results."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

@@ -1,7 +1,5 @@
 """The kernels of one token of each row: against their definitions and float64, and their refusals."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

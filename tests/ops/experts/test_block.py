@@ -1,7 +1,5 @@
 """expert_block against dense autodiff in float64, for every kind of routing; its refusals; its peak memory."""
 
-from __future__ import annotations
-
 import gc
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which products the block asks of the kernels for sorted rows on CUDA, which plain products stand for here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import mlx.core as mx

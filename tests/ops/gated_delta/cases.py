@@ -1,7 +1,5 @@
 """The hard cases of the gated delta rule, and the error that each may show against float64 (tolerances.py)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

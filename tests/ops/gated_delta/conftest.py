@@ -1,11 +1,7 @@
 """Fixtures that run an implementation on a case, and the recurrence in float64."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -29,28 +25,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def chunk(erases: bool) -> Callable:
+def chunk(erases):
     """Return the chunkwise form of either operator; linear attention's takes no beta."""
     return gated_delta_chunk if erases else partial(gated_delta_chunk, beta=None)
 
 
 @pytest.fixture
-def naive(erases: bool) -> Callable:
+def naive(erases):
     return gated_delta_naive if erases else partial(gated_delta_naive, beta=None)
 
 
 @pytest.fixture
-def tolerances() -> ModuleType:
+def tolerances():
     return cases
 
 
 @pytest.fixture
-def case_named() -> Callable[[str], object]:
+def case_named():
     return {case.name: case for case in cases.CASES}.__getitem__
 
 
 @pytest.fixture
-def run() -> Callable:
+def run():
     """Return run(implementation, inputs, dy, dstate) -> y, state and the gradients of the inputs, by name."""
 
     def differentiate(implementation, inputs: dict, dy: np.ndarray, dstate: np.ndarray) -> dict[str, mx.array]:
@@ -75,7 +71,7 @@ def run() -> Callable:
 
 
 @pytest.fixture
-def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
+def cotangents():
     """Return cotangents(inputs, seed) -> dy and dstate in fp32."""
 
     def draw(inputs: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,8 +80,3 @@ def cotangents() -> Callable[[dict, int], tuple[np.ndarray, np.ndarray]]:
         return generator.normal(size=inputs["v"].shape).astype(np.float32), state.astype(np.float32)
 
     return draw
-
-
-@pytest.fixture
-def truth() -> Callable[[dict, np.ndarray, np.ndarray], dict[str, np.ndarray]]:
-    return oracle.recurrence

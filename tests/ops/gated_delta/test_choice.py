@@ -1,7 +1,5 @@
 """The choice of implementation: which calls are supported, which checks pass, and the messages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

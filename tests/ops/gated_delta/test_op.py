@@ -1,7 +1,5 @@
 """The operator: the arguments that it accepts and refuses, the messages, and which implementation it uses."""
 
-from __future__ import annotations
-
 import logging
 
 import mlx.core as mx

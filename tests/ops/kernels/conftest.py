@@ -1,13 +1,10 @@
 """Fixtures that run the fused operator, forward and backward, on the host machine, and the recurrence in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +16,7 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import Tiling
 from deltatune.ops.gated_delta.tolerances import fused_bound
 from deltatune.ops.kernels.launch import on
+from deltatune.ops.operator.measure import as_float64
 
 HERE = Path(__file__).parent
 
@@ -43,35 +41,35 @@ def metal_tiling(**changes: int) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def machine(host_folder: Path):
+def machine(host_folder):
     return host.HostMachine(host_folder)
 
 
 @pytest.fixture(scope="session")
-def watching(host_folder: Path):
+def watching(host_folder):
     """A host machine that checks every access to threadgroup memory for races."""
     return host.HostMachine(host_folder, watch=True)
 
 
 @pytest.fixture(scope="session")
-def nvidia_sized(host_folder: Path):
+def nvidia_sized(host_folder):
     """Host machines with an NVIDIA GPU's memory per block, by whether they watch for races."""
     return {watch: host.HostMachine(host_folder, watch=watch, bytes=NVIDIA_BYTES) for watch in (False, True)}
 
 
 @pytest.fixture(scope="session")
-def host_module() -> ModuleType:
+def host_module():
     return host
 
 
 @pytest.fixture
-def table() -> ModuleType:
+def table():
     """The module of cases, tests/ops/gated_delta/cases.py."""
     return cases
 
 
 @pytest.fixture
-def on_host() -> Callable:
+def on_host():
     """Return on_host(machine, case, dtype, lanes=1, per_channel=False, by=None, erases=True, **tiling).
 
     It returns (results, truth), dictionaries of arrays by name. `lanes` seeds the order of the lanes, `tiling` changes
@@ -116,7 +114,7 @@ def on_host() -> Callable:
 
 
 @pytest.fixture
-def check(on_host, errors) -> Callable:
+def check(on_host, errors):
     """Return check(machine, case, dtype, **options): run `on_host` and compare every result with the case's bound."""
 
     def run(machine, case, dtype: str, **options) -> tuple[dict, dict]:
@@ -138,9 +136,5 @@ def drawn_and_true(case, dtype: mx.Dtype, per_channel: bool, erases: bool) -> tu
     dstate = draw.normal(size=inputs["initial_state"].shape).astype(np.float32)
     for name in ("q", "k", "v"):
         inputs[name] = mx.array(inputs[name]).astype(dtype)
-    exact = inputs | {name: _wide(inputs[name]) for name in ("q", "k", "v")}
-    return inputs, dy, dstate, oracle.recurrence(exact, _wide(dy), dstate)
-
-
-def _wide(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
+    exact = inputs | {name: as_float64(inputs[name]) for name in ("q", "k", "v")}
+    return inputs, dy, dstate, oracle.recurrence(exact, as_float64(dy), dstate)

@@ -1,11 +1,7 @@
 """An NVIDIA GPU that this machine lacks: its kernels are compiled, and their launches recorded."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +17,7 @@ AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+def gpu(monkeypatch, tmp_path):
     """Pretend that MLX runs on an NVIDIA GPU of `architecture`: launches are recorded, cubins go to a new folder.
 
     `fast`: the compiler takes half the time and optimises little, but for kernels of Hopper's own instructions.

@@ -1,7 +1,5 @@
 """Linear layers with LoRA that read one input, by kernels on the host machine, against float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +7,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from host_machine import defects
 
 from beside import load
 from deltatune.lora.linear import LoRALinear
 from deltatune.lora.together import together
 from deltatune.ops.kernels.launch import on
+from deltatune.ops.operator.measure import as_float64
 from deltatune.ops.products import low_rank, quantized_product
 from deltatune.ops.products.adapted_products import AdaptedMatrix, adapted_products
 from deltatune.ops.products.low_rank import add_products, columns_products, rows_products
@@ -21,7 +21,7 @@ from deltatune.ops.products.quantized_product import Quantization
 from deltatune.ops.recomputation import cheap_recomputed, remembered
 
 of_one_adapter = load(Path(__file__).parent / "test_low_rank.py")
-TEXT, _drawn, _wide, _worst = of_one_adapter.TEXT, of_one_adapter._drawn, of_one_adapter._wide, of_one_adapter._worst
+TEXT, _drawn, _worst = of_one_adapter.TEXT, of_one_adapter._drawn, of_one_adapter._worst
 make_machine, gpu, on_gpu = of_one_adapter.make_machine, of_one_adapter.gpu, of_one_adapter.on_gpu
 SCALE = 1.75
 # The number of adapters and their rank: those that the kernels take together, and those that they take one by one.
@@ -45,7 +45,7 @@ def _errors(machine, count: int, rank: int, rows: int = 70, width: int = 136, se
     machine.foresee(found)
     with on(partial(machine.run, seed=seed)):
         outputs = found()
-    wide = [_wide(array) for array in (x, *more)]
+    wide = [as_float64(array) for array in (x, *more)]
     terms = [width] * count + [rows] * count + [count * rank]
     return list(map(_worst, outputs, exact(*wide), exact(*map(np.abs, wide)), terms))
 
@@ -63,12 +63,7 @@ def test_no_bit_depends_on_the_order_of_lanes_and_blocks(make_machine, monkeypat
     assert _errors(machine, 3, 8, rows=300, seed=1) == _errors(machine, 3, 8, rows=300, seed=2)
 
 
-DEFECTS = {
-    "the first adapter alone": ("if (rank >= i * EACH) part = parts[i];", ""),
-    "the next rank's adapter": ("if (rank >= i * EACH)", "if (rank + 8 >= i * EACH)"),
-    "ranks of all adapters in a line": ("line * EACH + rank % EACH", "line * EACH + rank"),
-    "lines of all adapters": ("line * EACH + rank % EACH", "line * EACH * COUNT + rank % EACH"),
-}
+DEFECTS = defects("adapted products")
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -108,11 +103,11 @@ def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
     once = 1 if count == 1 or rank == 8 else count
     launches = {"rows": once, "wide": count + once, "both": count, "columns": once}
     assert {name: on_gpu.count(f"low_rank_{name}") for name in launches} == launches
-    layers = [list(map(_wide, matrix)) for matrix in matrices]
-    exact, expected = _gradients(_wide(x), layers, list(map(_wide, cotangents)))
+    layers = [list(map(as_float64, matrix)) for matrix in matrices]
+    exact, expected = _gradients(as_float64(x), layers, list(map(as_float64, cotangents)))
     for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
         # Results are rounded to bf16 once for each product that is added to them.
-        assert np.abs(_wide(found) - right).max() <= (1 + 2 * count) * 2.0**-8 * np.abs(right).max()
+        assert np.abs(as_float64(found) - right).max() <= (1 + 2 * count) * 2.0**-8 * np.abs(right).max()
 
 
 def test_an_input_that_is_computed_again_gives_the_same_bits(on_gpu):
@@ -166,12 +161,12 @@ def test_packed_layers_and_their_gradients_against_float64(packing, on_gpu, monk
     )
     mx.eval(outputs, gradients)
     assert sorted(on_gpu) == ["low_rank_both"] * 3 + ["low_rank_columns", "low_rank_rows"] + ["low_rank_wide"] * 4
-    layers = [list(map(_wide, (weight, *pair))) for weight, pair in zip(dense, factors, strict=True)]
-    exact, expected = _gradients(_wide(x), layers, list(map(_wide, cotangents)))
+    layers = [list(map(as_float64, (weight, *pair))) for weight, pair in zip(dense, factors, strict=True)]
+    exact, expected = _gradients(as_float64(x), layers, list(map(as_float64, cotangents)))
     # A packed weight has no gradient.
     del expected[1::3]
     for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
-        assert np.abs(_wide(found) - right).max() <= 8 * 2.0**-8 * np.abs(right).max()
+        assert np.abs(as_float64(found) - right).max() <= 8 * 2.0**-8 * np.abs(right).max()
 
 
 def test_the_gradients_of_a_packed_layers_scales_are_those_of_mlx(on_gpu):
@@ -186,7 +181,7 @@ def test_the_gradients_of_a_packed_layers_scales_are_those_of_mlx(on_gpu):
     expected = mx.vjp(lambda *stored: [x @ mx.dequantize(w, *stored, **options).T], stored, [dy])[1]
     for one, other in zip(found, expected, strict=True):
         assert mx.abs(other).max() > 0
-        assert np.abs(_wide(one) - _wide(other)).max() <= 2.0**-7 * np.abs(_wide(other)).max()
+        assert np.abs(as_float64(one) - as_float64(other)).max() <= 2.0**-7 * np.abs(as_float64(other)).max()
 
 
 class _Layer(nn.Module):
@@ -238,7 +233,7 @@ def test_projections_that_read_one_input_are_computed_together(packing, on_gpu):
     for name in ("gate_proj", "up_proj", "down_proj"):
         for factor in ("lora_a", "lora_b"):
             one, other = found[1][name][factor], expected[1][name][factor]
-            assert np.abs(_wide(one) - _wide(other)).max() <= 2.0**-5 * np.abs(_wide(other)).max()
+            assert np.abs(as_float64(one) - as_float64(other)).max() <= 2.0**-5 * np.abs(as_float64(other)).max()
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"bias": True}, {"bias": True, "packing": "affine"}], ids=str)

@@ -1,14 +1,12 @@
 """The fused kernels of attention: Metal's text and Hopper's run on the host machine, and are compared with float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from host_machine import plant, some_daily
+from host_machine import defects, plant, some_daily
 
 from beside import load
 from deltatune.ops.attention import hopper
@@ -138,33 +136,9 @@ def test_towers_in_fp32_pass_their_trial_with_exponentials_as_rough_as_metal_all
 
 
 # Defects by name: a part of the kernels' text, and what replaces it. These are for Metal's text.
-DEFECTS = {
-    "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
-    "results that are not scaled": (
-        "results[piece * 2 + m].get(e) * factors[tile_side(e)]",
-        "results[piece * 2 + m].get(e)",
-    ),
-    "a barrier left out": (
-        "at.lane);\n    barrier();\n    if (at.index < 32) {\n      const float before",
-        "at.lane);\n    if (at.index < 32) {\n      const float before",
-    ),
-    "deltas left out": ("weight * (products.get(e) - delta[i])", "weight * products.get(e)"),
-    "rows past the end": ("if (row + i < rows && column < SIZE)", "if (column < SIZE)"),
-    "one head too many": ("at.y * each + number", "at.y * each + number / 2"),
-}
+DEFECTS = defects("attention")
 # These are for Hopper's text.
-HOPPER_DEFECTS = {
-    "a mask off by one": ("to = i + ahead() + 1;", "to = i + ahead();"),
-    "one buffer for two weights": ("% 2 * 16384", "% 1 * 16384"),
-    "a barrier left out": (
-        "    named_barrier<256>();\n    if (TO_KEYS)",
-        "    if (!TO_KEYS) named_barrier<256>();\n    if (TO_KEYS)",
-    ),
-    "operands released early": ("products_wait<0>();\n    register_fence(results[b]);", "register_fence(results[b]);"),
-    "results that are not scaled": ("results[i] *= factors[own_side(i)];", ""),
-    "another swizzle": ("((c ^ r) & 7) * 8, from", "(c & 7) * 8, from"),
-    "the other panel": ("panel = HEIGHT * 128, stages = Memory::stages;", "panel = 4096, stages = Memory::stages;"),
-}  # fmt: skip
+HOPPER_DEFECTS = defects("attention on Hopper")
 
 
 PLANTED = [*product([False], DEFECTS), *product([True], HOPPER_DEFECTS)]

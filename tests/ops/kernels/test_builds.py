@@ -1,9 +1,6 @@
 """Each kernel is built once in a process, however many threads ask for it."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +9,7 @@ from deltatune.ops.kernels import builds
 
 
 @pytest.fixture(autouse=True)
-def nothing_built() -> Iterator[None]:
+def nothing_built():
     builds.forget()
     yield
     builds.forget()

@@ -1,7 +1,5 @@
 """How kernels for NVIDIA GPUs are packed and launched, and the cache of their machine code."""
 
-from __future__ import annotations
-
 import logging
 import struct
 import sys
@@ -183,7 +181,7 @@ LZ4, ZSTD = 0x2000, 0x8000
 
 
 @pytest.fixture(scope="module")
-def code() -> bytes:
+def code():
     return nvrtc.compiled(TEXT, "f", PRETENDED.HOPPER)
 
 

@@ -3,16 +3,13 @@
 Every GPU runs the portable text, which is Metal's here. Hopper has a kernel of its own for most products.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import HostMachine, OneKernelReplaced, cuda_text, plant, shows, some_daily
+from host_machine import HostMachine, OneKernelReplaced, cuda_text, defects, plant, shows, some_daily
 
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
@@ -96,7 +93,7 @@ def within(result: mx.array, truth: np.ndarray, dtype: str = "bfloat16") -> bool
 
 
 @pytest.fixture(scope="module")
-def machine(host_folder) -> Callable[..., HostMachine]:
+def machine(host_folder):
     """Return machine(text=PORTABLE, watch=False) -> a host machine with the shared memory of an NVIDIA GPU's block."""
     made = {}
 
@@ -110,13 +107,13 @@ def machine(host_folder) -> Callable[..., HostMachine]:
 
 
 @pytest.fixture
-def run(machine) -> Callable[..., mx.array]:
+def run(machine):
     """Return run(launch, seed=1, ...) -> the output of the portable kernel."""
     return lambda launch, seed=1, **options: machine(**options).run(launch, seed)[0]
 
 
 @pytest.fixture
-def on_hopper(machine, monkeypatch) -> Callable[..., mx.array]:
+def on_hopper(machine, monkeypatch):
     """Return on_hopper(case, transpose, text=HOPPER, seed=1, blocks=3, ...) -> the product, by so many blocks."""
     monkeypatch.setattr(grouped_hopper, "_BLOCKS_EACH", 1)
 
@@ -275,54 +272,13 @@ def test_operands_that_start_anywhere(kind, transpose, on_hopper):
 
 
 # Each defect: the text, and what replaces it. These are for the portable text.
-DEFECTS = {
-    "an expert's last row left out": ("height = ends[expert] - first;", "height = ends[expert] - first - 1;"),
-    "a row of the next expert": ("alive<false>(Nothing{}, 0, k, count)", "alive<false>(Nothing{}, 0, k, count + 1)"),
-    "an expert's first tile left out": ("ends[e] / ROWS + e < tile", "ends[e] / ROWS + e <= tile"),
-    "no barrier before a stage is filled again": ("step >> 1);\n      barrier();", "step >> 1);"),
-    "no barrier before the results": ("  barrier();\n  const Exact<In> results", "  const Exact<In> results"),
-    "a slice of the depth left out": ("const int end = WHOLE ? DEPTH : deep * 16;", "const int end = DEPTH - 16;"),
-    "experts without rows left out": (
-        "  const int row = at.y * ROWS, column",
-        "  if (count == 0) return;\n  const int row = at.y * ROWS, column",
-    ),
-}
+DEFECTS = defects("expert product")
 # Hopper's: of every product, which is added onto another here, with experts of a second group of lanes.
-OF_HOPPER = {
-    "an expert's last row left out": ("ends[expert] - row,", "ends[expert] - row - 1,"),
-    "a row of the next expert written": ("(row < height)\n        put_whole", "(row <= height)\n        put_whole"),
-    "columns past the last written": ("if (part * 64 >= width) continue;", ""),
-    "a tile of an expert left out": ("(rows + ROWS - 1) / ROWS, all", "rows / ROWS, all"),
-    "tiles of experts of other groups of lanes left out": ("upto += totals[group];", ";"),
-    "a stage overwritten before it is read": ("if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);", ""),
-    "a stage read before it has arrived": (
-        "mbarrier_wait(barriers.here(stage), use);\n      const unsigned place",
-        "const unsigned place",
-    ),
-    "a product that is not waited for": ("products_wait<0>();\n  register_fence(d);", ""),
-    "results among rows that are on their way": (
-        "if (step + 1 == inputs / 64) break;",
-        "if (step + 1 == inputs / 64) { release(barriers.read(stage), at); break; }",
-    ),
-    "a matrix read before it is there": ("row < height);\n      group_barrier();", "row < height);"),
-    "the first inputs left out": ("onto || k > 0);\n      else", "k > 0);\n      else"),
-}
+OF_HOPPER = defects("expert product on Hopper")
 # Of the part of a tile that is an adapter's, whose factor is stored by inputs.
-OF_ADAPTERS = {
-    "another expert's factor": ("factor + (long)expert * RANK * outputs", "factor"),
-    "another tile's rows": ("low_rank + (long)tile.row * RANK", "low_rank"),
-    "the first stage of an adapter": ("padded(RANK)>(sums, place", "padded(RANK)>(sums, room.place"),
-}
+OF_ADAPTERS = defects("expert product on Hopper, adapters")
 # Of unpacking.
-OF_PACKED = {
-    "another group's scale": ("scales + from / GROUP / 2 * 2", "scales"),
-    "another half of a pair": ("/ GROUP & 1;", "/ GROUP & 0;"),
-    "words read before they are there": ("words_wait<Memory::slots - 1>();", "words_wait<Memory::slots>();"),
-    "words overwritten before they are read": ("slot < Memory::slots; ++slot", "slot < Memory::slots + 1; ++slot"),
-    "words of a tile that another block multiplies": ("read_number += BLOCKS;", "read_number += 1;"),
-    "pieces out of place": ("^ row) & 7) * 16, pairs)", ") & 7) * 16, pairs)"),
-    "a stage that its writers do not report": ("mbarrier_init(here(i), 2 * 128)", "mbarrier_init(here(i), 128)"),
-}
+OF_PACKED = defects("expert product on Hopper, packed")
 PLANTED = [
     *((kind, name) for kind, names in (("any", DEFECTS), ("hopper", OF_HOPPER)) for name in names),
     *((kind, name) for kind, names in (("adapter", OF_ADAPTERS), ("packed", OF_PACKED)) for name in names),
@@ -364,10 +320,7 @@ def test_a_planted_defect_shows(kind, name, run, on_hopper):
 
 
 # Each leaves what was in shared memory in the place of an operand's padding.
-UNPADDED = {
-    "factor": ("for (int row = first; row < depth; row += 16)", "for (int row = first; row < RANK; row += 16)"),
-    "rows": ("row < ROWS && piece * 8 < depth", "row < ROWS && piece * 8 < RANK"),
-}
+UNPADDED = defects("expert product on Hopper, padding")
 
 
 @pytest.mark.parametrize("defect", [None, *UNPADDED])
@@ -382,7 +335,7 @@ def test_an_adapters_padding_is_zeros(defect, on_hopper):
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> Callable[..., None]:
+def gpu(monkeypatch):
     """Return gpu(machine): MLX passes for running on an NVIDIA GPU that this machine stands for; nothing is tried."""
 
     def use(machine) -> None:

@@ -3,8 +3,6 @@
 The launches run on the host machine (host_machine.py).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Hopper's kernels for the gated delta rule, run on the host machine and compared with float64."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import some_daily
+from host_machine import defects, some_daily
 
 from beside import load
 from deltatune.machine import nvidia
@@ -43,7 +41,7 @@ def as_it_is(x: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[tuple, list[mx.array]]:
+def known():
     """The results of kernels with unchanged text: a defect changes one kernel of a call, or two."""
     return {}
 
@@ -166,86 +164,10 @@ def test_kernels_for_racecheck_compute_the_same(heads, run, table):
     assert same_bits(results, others)
 
 
-DEFECTS = {
-    "a stage overwritten before it is read": (
-        "    if (use > 0) mbarrier_wait(barriers.read(stage), use - 1);\n    const",
-        "    const",
-    ),
-    "a state overwritten before it is read": ("    mbarrier_wait(barriers.state_read(), n);\n", ""),
-    "a chunk read before it has arrived": (
-        "wait_for(int step) const { mbarrier_wait(barriers.here(step % STAGES), step / STAGES); }",
-        "wait_for(int) const {}",
-    ),
-    "a state read before it is there": ("    mbarrier_wait(barriers.state(n), n / 2);\n", ""),
-    "u read before it is there": ("    mbarrier_wait(barriers.chunk(n), n / 2);\n", ""),
-    "what K is multiplied with read before it is there": ("    copies_fence();\n    named_barrier<128, 1>();\n", ""),
-    "a product that is not waited for": (
-        "    products_wait<0>();\n    c.next_panel(1, c.total, at);",
-        "    c.next_panel(1, c.total, at);",
-    ),
-    "the low parts of a triangle at another place": (
-        "i * core_bytes + ROW - 8 * core_bytes",
-        "i * core_bytes + ROW - 7 * core_bytes",
-    ),
-    "what is above a triangle read as part of it": ("load_parts_if(n <= warp,", "load_parts_if(n <= warp + 2,"),
-    "the other part of a diagonal tile": ("    if (n == warp) high[outside] = low[outside] = 0;\n", ""),
-    "rows past the end": ("    if (row < left)\n      put_whole_piece", "    put_whole_piece"),
-    "sums read before they are written": ("    mbarrier_wait(barriers.sums(), step);\n", ""),
-    "a stage given back before its products are over": (
-        "        products_wait<1>();\n        if (s + odd",
-        "        if (s + odd",
-    ),
-    "dy overwritten before it is read": ("      if (unit > 0) mbarrier_wait(barriers.dy_read(), unit - 1);\n", ""),
-    "keys overwritten before they are read": ("      if (round > 0) mbarrier_wait(barriers.item(), round - 1);\n", ""),
-    "weights read before they are written": (
-        "    progress.wait_widening(room, barriers, barriers.planes(0), progress.round, hidden(at));\n",
-        "",
-    ),
-    "two teams that add to dk at once": (
-        "      progress.wait_widening(room, barriers, barriers.keys_of_right(), progress.unit, here);\n",
-        "",
-    ),
-    "rows of dq in place of sums of dk": ("      mbarrier_wait(barriers.keys_of_u(), progress.unit - 1);\n", ""),
-    "rows of dk written before they are there": ("    mbarrier_wait(barriers.rows(1), round);\n", ""),
-    "items counted from anywhere": ("*taken = 0;", ""),
-    "low parts of u read before they are there": ("    mbarrier_wait(widened, use);\n", ""),
-    "low parts of u made of what has not arrived": (
-        "if (ahead == Memory::stages || !mbarrier_over(barriers.arrived(next), use + around)) continue;\n"
-        "      mbarrier_wait(barriers.arrived(next), use + around);\n",
-        "if (ahead == Memory::stages) continue;\n",
-    ),
-    "low parts of u handed over twice": (
-        "barriers.widened(stage), use, ahead == 0,",
-        "barriers.widened(stage), use, true,",
-    ),
-    "bits of other positions": ("(part * 32 + lane) * 2", "((part ^ 1) * 32 + lane) * 2"),
-    "bits without their turn": ("return bits ^ 0x88888888u;", "return bits;"),
-}
+DEFECTS = defects("gated delta on Hopper, few heads")
 
 
-DEFECTS_WITH_MANY_HEADS = {
-    "a stage overwritten before it is read": DEFECTS["a stage overwritten before it is read"],
-    "a state overwritten before it is read": ("  if (step > 0) mbarrier_wait(barriers.state_read(), step - 1);\n", ""),
-    "a chunk read before it has arrived": (
-        "  const auto start = [&](int n) {\n    mbarrier_wait(barriers.here(n % STAGES), n / STAGES);\n",
-        "  const auto start = [&](int n) {\n",
-    ),
-    "a state read before it is there": ("    mbarrier_wait(barriers.state(0), n);\n", ""),
-    "u read before it is there": DEFECTS["u read before it is there"],
-    "R written in place of what others read": ("  named_barrier<128, 1>();\n", ""),
-    "a product that is not waited for": (
-        "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
-        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);\n    products_wait<0>();",
-        "    add_by_keys<DK>(state, high, stage + Memory::k);\n    products_sent();\n"
-        "    hand_chunk_over<Memory>(stage, barriers, n, x, at);",
-    ),
-    "no zeros above a triangle": (
-        "    copy_signalled_piece(to + place + 4 * 13 * core_bytes, any, false, mbarrier);\n",
-        "",
-    ),
-    "rows past the end": ("if (row < left) put_piece", "put_piece"),
-    "items counted from anywhere": DEFECTS["items counted from anywhere"],
-}
+DEFECTS_WITH_MANY_HEADS = defects("gated delta on Hopper, many heads")
 PLANTED = {name: (FEW, *defect) for name, defect in DEFECTS.items()}
 PLANTED |= {f"{name}, many heads": (MANY, *defect) for name, defect in DEFECTS_WITH_MANY_HEADS.items()}
 

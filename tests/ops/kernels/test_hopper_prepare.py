@@ -1,13 +1,11 @@
 """Hopper's prepare kernel by itself, on a host machine that watches for races, compared with float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import some_daily
+from host_machine import defects, some_daily
 
 from beside import load
 from deltatune.machine import nvidia
@@ -140,30 +138,7 @@ def test_other_orders_of_the_lanes_give_the_same_bits(worst, table):
 
 
 READ = "  // The other warp has read the tiles of N that this one now overwrites, and has put tile (3, 2) of Z.\n"
-DEFECTS = {
-    "k and q multiplied before they have arrived": ("  mbarrier_wait(arrival, 0);\n", ""),
-    "k and q overwritten while they are multiplied": ("fence(products);\n    barrier();\n", "fence(products);\n"),
-    "D read before it is filled": ("gate + warp * 16);\n  group_barrier();\n", "gate + warp * 16);\n"),
-    "N read before it is written": ("lane);\n  group_barrier();\n  if (own_side", "lane);\n  if (own_side"),
-    "tiles merged before those on the diagonal": ("warp, lane % 16);\n  barrier();\n", "warp, lane % 16);\n"),
-    "N overwritten before it is read": (READ + "  barrier();\n", ""),
-    "Z sent before it is complete": ("  copies_fence();\n  barrier();\n  if", "  copies_fence();\n  if"),
-    "gates of the other value head": ("tables_of(own_side).gate + warp", "tables_of(0).gate + warp"),
-    "beta of the other value head": ("tables_of(own_side).rate() + warp", "tables_of(0).rate() + warp"),
-    "what is above a triangle written": ("if (i == 2 && b == warp) continue;", ""),
-    "Z with what is between its parts": (
-        "run.packed / 2, triangle + run.apart",
-        "run.packed / 2, triangle + run.packed",
-    ),
-    "the gates between two tiles left out": ("prefix[e >> 1 & 1] * middle", "prefix[e >> 1 & 1]"),
-    "a tile without its low part": ("  multiply_accumulate(d, a.low, b.high[0], b.high[2]);\n", ""),
-    "N unsplit": ("put_parts(by_columns + core_low(2 * a, 2 * b), tile.low);", ""),
-    "low parts of P at another place": (
-        "put_pair(scores + core_low<packed_row>(2 * warp",
-        "put_pair(scores + core_high<packed_row>(2 * warp",
-    ),
-    "as many value heads as the block before": ("? left : HEADS;", "? HEADS : HEADS;"),
-}
+DEFECTS = defects("gated delta on Hopper, prepare")
 
 
 def test_planted_defects_have_their_places(host_module):

@@ -3,8 +3,6 @@
 It also shows that the order of lanes changes no bit, and that no two lanes race.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The refusals of the host machine, shown by defects planted into a right kernel of a few lines."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess
@@ -10,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from host_machine import defects
 
 from deltatune.ops.kernels.launch import FOLDER, Kernel, Launch
 
@@ -159,31 +158,7 @@ def test_a_groups_barrier_is_enough_within_a_group(run):
         assert np.array_equal(y, (np.arange(COUNT) ^ 1) + 0.5)
 
 
-REFUSED = {
-    "half the lanes at a barrier": ("barrier();", "if (at.lane < 16) barrier();", "not all lanes reach"),
-    "one group at a barrier": ("barrier();", "if (at.group == 0) barrier();", "not all lanes reach"),
-    "one barrier more for some": (
-        "barrier();",
-        "for (int i = 0; i <= at.group; ++i) barrier();",
-        "not all lanes reach",
-    ),
-    "half a group at a group barrier": ("barrier();", "barrier(); if (at.lane < 16) group_barrier();", "not all lanes"),
-    "a read past the end": ("q[at.index]", "q[at.index + 16]", "outside q"),
-    "a read before the start": ("q[at.index]", "q[at.index - 4096]", "outside q"),
-    "a read past few elements": ("few[0]", "few[at.index]", "outside few"),
-    "a write past the end": ("y[at.index] =", "y[at.index + 1] =", "outside y"),
-    "a write before the start": ("y[at.index] =", "y[at.index - 1] =", "outside y"),
-    "a write to an input": ("y[at.index] =", "const_cast<device float*>(q)[at.index] =", "a write to the input q"),
-    "shared memory past its end": ("shared[at.index] =", "shared[at.index + 1] =", "outside threadgroup memory"),
-    "shared memory before its start": ("shared[at.index] =", "shared[at.index - 1] =", "outside threadgroup memory"),
-    "a wild pointer": ("q[at.index]", "q[at.index + (1l << 40)]", "outside q|no buffer"),
-    "device memory as shared": ("threadgroup float* shared", "device float* shared", "reinterpret_cast|incompatible"),
-    "constant memory as device": ("const constant float* few", "const device float* few", "no matching function"),
-    "a pointer without an address space": ("const device float* q", "const float* q", "no address space"),
-    "double": ("float* shared", "float* shared; double unused = 0; threadgroup float* other", "poisoned"),
-    "a double literal": ("+ few[0]", "* 2.0", "double-promotion|increases floating-point precision"),
-    "C++17": ("barrier();", "barrier(); if constexpr (N > 1) barrier();", "C\\+\\+17"),
-}
+REFUSED = defects("host machine")
 
 
 @pytest.mark.parametrize("name", REFUSED)

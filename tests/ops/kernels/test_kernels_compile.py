@@ -1,7 +1,5 @@
 """The CUDA text of every kernel, compiled by NVIDIA's compiler for several generations of GPUs."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Long rows of attention on Apple GPUs are computed in parts, with the bits of a single launch."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 

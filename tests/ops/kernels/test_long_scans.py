@@ -1,7 +1,5 @@
 """Scans of very long rows on Apple GPUs are launched in parts, with the bits of a single launch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,20 +1,19 @@
 """LoRA's products by kernels: their text runs on the host machine, against float64. Outputs start as NaN."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import some_daily
+from host_machine import defects, some_daily
 
 from beside import load
 from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import first_use
+from deltatune.ops.operator.measure import as_float64
 from deltatune.ops.products import low_rank
 from deltatune.ops.products.low_rank import (
     BOTH,
@@ -67,10 +66,6 @@ def divide(monkeypatch):
     return set_division
 
 
-def _wide(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32), dtype=np.float64)
-
-
 def _drawn(*shapes: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
     draw = np.random.default_rng(sum(shapes[0]))
     return [mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype) for shape in shapes]
@@ -83,7 +78,7 @@ def _worst(found: mx.array, exact: np.ndarray, size: np.ndarray, terms: int) -> 
     """
     assert found.shape == exact.shape
     bound = ROUNDING[found.dtype] * np.abs(exact) + terms * 2.0**-23 * size + 2.0**-24
-    worst = (np.abs(_wide(found) - exact) / bound).max()
+    worst = (np.abs(as_float64(found) - exact) / bound).max()
     return float("inf") if np.isnan(worst) else float(worst)
 
 
@@ -124,7 +119,7 @@ def _errors(machine, dtype: mx.Dtype, rows: int, width: int, rank: int, products
     errors = []
     for name in products:
         ours, theirs, _, axes = PRODUCTS[name]
-        wide = [_wide(array) for array in operands[name]]
+        wide = [as_float64(array) for array in operands[name]]
         found, exact, sizes = _on(machine.run, ours, *operands[name]), theirs(*wide), theirs(*map(np.abs, wide))
         errors += [_worst(*each, terms[axis]) for *each, axis in zip(found, exact, sizes, axes, strict=True)]
     return errors
@@ -170,7 +165,7 @@ def test_leading_axes_and_the_shapes_of_results(gpu):
         assert [y.shape for y in both_products(x, h, b)] == [(2, 9, 4), (4, 40)]
         assert add_product(x, h, b).shape == (2, 9, 40)
     assert y.shape == (2, 9, 4)
-    x, b = _wide(x), _wide(b).T
+    x, b = as_float64(x), as_float64(b).T
     assert _worst(y, SCALE * x @ b, SCALE * np.abs(x) @ np.abs(b), 41) <= 1
 
 
@@ -205,44 +200,7 @@ def test_no_mark_stays_in_memory(shape, gpu, divide):
 
 
 # Each defect, after a product that shows it: the text, and what replaces it.
-DEFECTS = {
-    "rows: other inputs of the weight": (
-        "(g >> 1) * 8 + i * 2 + (g & 1), column",
-        "(g >> 1) * 8 + (i ^ 1) * 2, column",
-    ),
-    "rows: inputs that are loaded and not multiplied": ("start += 2 * step", "start += 3 * step"),
-    "rows: rows past the end": ("return number < count ? number : count - 1;", "return number;"),
-    "rows: inputs past the end": ("inputs + k, k < inputs ? 8 : 0);\n  }\n  DELTA", "inputs + k, 8);\n  }\n  DELTA"),
-    "rows: a result past the end": ("if (from + row >= rows) continue;", ""),
-    "rows: no transposed fragments": ("if (!TRANSPOSED) b = across_lanes(b)", "if (TRANSPOSED) b = across_lanes(b)"),
-    "rows: no barrier before the sums": ("  barrier();\n", ""),
-    "rows: a group left out": ("group < GROUPS; ++group) sum", "group < GROUPS - 1; ++group) sum"),
-    "both: rows in another order": ("t * 2 + (i & 1) + (i >> 1) * 8", "t * 4 + i"),
-    "both: columns past the end": ("row < end && column < columns ? 8", "row < end ? 8"),
-    "both: the rows of the next block": ("row < end && column < columns ? 8", "column < columns ? 8"),
-    "both: a column past the end": ("i / RANK) < columns;", "i / RANK) < columns + 8;"),
-    "both: columns that are not neighbours": ("line, line + 1, n, at.lane", "line, line, n, at.lane"),
-    "both: rows of a transposed fragment": (
-        "{across_lanes(a[0]), across_lanes(a[2])",
-        "{across_lanes(a[0]), across_lanes(a[1])",
-    ),
-    "both: another order of the weight": ("pair[1] = pair_of_seconds", "pair[1] = pair_of_firsts"),
-    "both: a side left out": ("side < SIDE; ++side)\n      sum +=", "side < SIDE - 1; ++side)\n      sum +="),
-    "both: one place for two rounds": ("memory + turn * along_floats", "memory"),
-    "both: a block that does not wait": ("missing) == 0.0f", "missing) == 1.0f"),
-    "both: the marks of others": ("marks + 2 * at.x * share.parts", "marks + 2 * at.y * share.parts"),
-    "both: a share left out": (
-        "i < 8; ++i)\n      if (start + i < count)",
-        "i < 4; ++i)\n      if (start + i < count)",
-    ),
-    "rows, b: ranks past the end": ("column < RANK && k < inputs ? 8 : 0", "k < inputs ? 8 : 0"),
-    "wide: rows of y past the end": ("if (row < rows && first < columns) store", "if (first < columns) store"),
-    "wide: the other columns of a pair": ("second_of<In>(pair) + factor * sums[2 * i + 1]", "second_of<In>(pair)"),
-    "wide, a: other columns of the weight": (
-        "(g >> 1) * 8 + j * 2 + (g & 1), columns",
-        "(g >> 1) * 8 + (j ^ 1) * 2, columns",
-    ),
-}
+DEFECTS = defects("low rank")
 
 
 def test_planted_defects_have_their_places(host_module):
@@ -324,7 +282,7 @@ def test_how_the_work_is_divided(monkeypatch):
 
 
 @pytest.fixture
-def on_gpu(gpu, pretend_gpu, monkeypatch) -> list[str]:
+def on_gpu(gpu, pretend_gpu, monkeypatch):
     """Pretend that MLX runs on an NVIDIA GPU, on which every product is large; returns the kernels' names, as used."""
     monkeypatch.setattr(low_rank, "LEAST", 1)
     return pretend_gpu(gpu.run)
@@ -340,12 +298,12 @@ def test_a_layer_of_lora_takes_its_narrow_products_from_the_kernels(on_gpu):
     mx.eval(y, gradients)
     forward, backward = ["low_rank_rows", "low_rank_wide"], ["low_rank_both", "low_rank_wide", "low_rank_columns"]
     assert on_gpu == forward + backward
-    x, a, b, weight, dy = (_wide(array) for array in arrays)
+    x, a, b, weight, dy = (as_float64(array) for array in arrays)
     exact = [x @ weight + SCALE * x @ a @ b, dy @ weight.T + SCALE * dy @ b.T @ a.T]
     exact += [SCALE * np.einsum("ijk,ijr->kr", x, dy @ b.T), SCALE * np.einsum("ijr,ijn->rn", x @ a, dy)]
     for found, expected in zip((y, *gradients), exact, strict=True):
         # Two results are rounded to bf16 one after another.
-        assert np.abs(_wide(found) - expected).max() <= 2.0**-6 * np.abs(expected).max()
+        assert np.abs(as_float64(found) - expected).max() <= 2.0**-6 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -358,5 +316,5 @@ def test_a_second_derivative_is_that_of_the_products(name, on_gpu):
     found = mx.vjp(ours, arrays, d)[1]
     exact, d = ([array.astype(mx.float32) for array in group] for group in (arrays, d))
     for one, true in zip(found, mx.vjp(theirs, exact, d)[1], strict=True):
-        assert np.abs(_wide(one) - _wide(true)).max() <= 2.0**-6 * np.abs(_wide(true)).max()
+        assert np.abs(as_float64(one) - as_float64(true)).max() <= 2.0**-6 * np.abs(as_float64(true)).max()
     assert on_gpu

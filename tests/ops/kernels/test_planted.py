@@ -1,12 +1,10 @@
 """Defects planted into the kernels' text: each must make the comparison fail, or be refused by the host machine."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx
 import pytest
-from host_machine import some_daily
+from host_machine import defects, some_daily
 
 from deltatune.ops.gated_delta.fused_channel import FILES
 from deltatune.ops.gated_delta.tolerances import FUSED_STATE_NORM, OVERSHOOTING, fused_bf16_norm, fused_bound
@@ -20,33 +18,7 @@ KERNELS = {
     "gradients": "gated_delta_gradients",
 }
 # Each defect: the kernel, the text, and what replaces it.
-DEFECTS = {
-    "a global index off by one": (
-        "scan",
-        "from + (long)row * row_stride + column;",
-        "from + row * row_stride + column + 1;",
-    ),
-    "a shared index off by one": (
-        "gradients",
-        "s.put(row * stride + column + k",
-        "s.put(row * stride + column + k + 1",
-    ),
-    "a vector that starts in between": (
-        "gradients",
-        "copy_four(s.elements + row * stride + column, first)",
-        "copy_four(s.elements + row * stride + column + 2, first)",
-    ),
-    "a write one row too far": (
-        "reverse",
-        "to + (long)row * row_stride + column;",
-        "to + (row + 1) * row_stride + column;",
-    ),
-    "an unwritten gradient": ("gradients", "d_beta[to] =", "if (t) d_beta[to] ="),
-    "an unwritten state": ("scan", "if (row < DV && column < DK) to[", "if (row < DV && column < DK && row) to["),
-    "a wrong address space": ("prepare", "threadgroup char* memory", "device char* memory"),
-    "no address space": ("prepare", "threadgroup const float* rate", "const float* rate"),
-    "double": ("prepare", "float sum = ", "double sum = "),
-}
+DEFECTS = defects("gated delta")
 
 
 @pytest.fixture
@@ -111,12 +83,7 @@ def test_fails_or_is_refused(name, planted, host_module):
 
 
 # Defects that no largest error shows: the text, and what replaces it.
-TAILS = {
-    "the tail of another tile": ("lane)[m * 2 + i] <<", "lane)[(m ^ 1) * 2 + i] <<"),
-    "a tail without its sign": ("& 3) ^ 2", "& 3) ^ 0"),
-    "pairs less the diagonal": ("if (r >= i % 16) pairs", "if (r > i % 16) pairs"),
-    "pairs of one tile alone": ("pairs += column_sums", "pairs += 0.0f * column_sums"),
-}
+TAILS = defects("gated delta, gradient of the gates")
 
 
 def test_planted_defects_have_their_places(host_module):

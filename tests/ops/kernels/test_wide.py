@@ -1,7 +1,5 @@
 """Heads of 192 and 256 with a Mac's 32 KB of threadgroup memory, against the recurrence in float64."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

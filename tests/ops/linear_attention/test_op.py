@@ -3,8 +3,6 @@
 tests/ops/gated_delta and tests/ops/kernels run its implementations through their tables of cases.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

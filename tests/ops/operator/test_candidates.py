@@ -1,7 +1,5 @@
 """The choice by time: made timers, and implementations of attention with results that are chosen here."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -23,10 +21,10 @@ SHAPES = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
 
 
 class Pretended:
-    """Implementations on a machine that takes `milliseconds[name]` for each run, or of each in turn, as `blocked`'s.
+    """Implementations on a machine that takes `milliseconds[name]`, one or each in turn; results are `blocked`'s.
 
-    Results of those in `changing` differ from run to run by less than their check allows, of those in `wrong` by more;
-    those in `failing_later` pass their check and then fail. `runs` counts how often each was asked for a result.
+    Those of `changing` differ from run to run within the check, those of `wrong` fail it, those of `failing_later`
+    fail after it; `runs` counts.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """The one loop that tries an implementation on a case, and the trial of a kernel before its first use."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Foreseen calls: kernels are built for calls and trials to come, and nothing is launched, tried or remembered."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

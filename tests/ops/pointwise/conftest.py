@@ -1,18 +1,14 @@
 """Fixtures that run launches, and that check the trial of a kernel before its first use."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import pytest
 from host_machine import HostMachine
 
 from deltatune.machine import backend
-from deltatune.ops.kernels.launch import Device, Launch, header, on
+from deltatune.ops.kernels.launch import Launch, header, on
 from deltatune.ops.operator import first_use
-from deltatune.ops.operator.case import Case
 from deltatune.ops.pointwise import adam, stored_moments
 
 
@@ -31,7 +27,7 @@ def execute(host_folder):
 
 
 @pytest.fixture
-def check_trial(execute, caplog) -> Callable[[Case[Device], float], None]:
+def check_trial(execute, caplog):
     """Check that a trial accepts right launches, and refuses and names wrong ones (by `factor`) and failing ones."""
 
     def check(case, factor):
@@ -51,7 +47,7 @@ def check_trial(execute, caplog) -> Callable[[Case[Device], float], None]:
 
 
 @pytest.fixture
-def launches(pretend_gpu, execute) -> Iterator[list[str]]:
+def launches(pretend_gpu, execute):
     """The names of the launches of Adam's steps, which the host machine runs while the device passes for a GPU."""
     cases = (adam.trial_case, stored_moments.trial_case)
     names = pretend_gpu(execute, lambda case_of, *_, **__: case_of in cases)

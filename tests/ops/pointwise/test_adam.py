@@ -1,7 +1,5 @@
 """The kernels of Adam and AdamW, also on moments of 8 bits, against MLX's optimizers; and when they are used."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Convolution, silu and norms of heads in one pass: values and gradients against float64, and its refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partialmethod
 

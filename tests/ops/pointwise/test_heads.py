@@ -1,7 +1,5 @@
 """Heads before and behind attention: values and gradients against float64, planted defects, and refusals."""
 
-from __future__ import annotations
-
 from functools import partial, partialmethod
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Joining many arrays, and the sum of their squares, in one launch each; and when the launches are used."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The forward and backward kernels against float64 on the host machine; their refusals; their trial before use."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial, partialmethod

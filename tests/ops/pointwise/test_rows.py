@@ -1,7 +1,5 @@
 """Taking and summing rows, on the host machine or a GPU, against MLX's operations; and when the kernels are used."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The gradients of experts' activations and scores in one pass, on the host machine or a GPU, against float64."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Kernels are tried before their first use, and serve where they are faster: on NVIDIA GPUs, for many elements."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,11 +1,9 @@
 """Unpacking, on the host machine or a GPU, against float64 rounded once; its gradients; and when it is used."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import HostMachine, plant
+from host_machine import HostMachine, defects, plant
 
 from deltatune.ops import functional
 from deltatune.ops.kernels.launch import header, on
@@ -80,14 +78,7 @@ def check_two_layouts(execute):
         check(random_matrix(bits=bits), 64, bits, mx.bfloat16, execute)
 
 
-DEFECTS = {
-    "the next word": ("w[word];", "w[word + 1];"),
-    "the second word a bit off": ("<< 32;", "<< 31;"),
-    "one scale for all groups": ("scale[j] = static_cast<float>(scales[from / (GROUP / 8)])", "scale[j] = scales[0]"),
-    "a piece too few": ("if (first + 32 * j < count)", "if (first + 32 * j + 1 < count)"),
-    "a piece too many": ("if (first + 32 * j < count)", "if (first + 32 * j < count + 1)"),
-    "a number off by a hundredth": (" + bias[j];", " + bias[j]; h[0] *= 1.01f;"),
-}
+DEFECTS = defects("unpacking")
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

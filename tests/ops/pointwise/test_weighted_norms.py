@@ -1,7 +1,5 @@
 """The kernels of weighted norms against float64, on the host machine or a GPU; their refusals; when they serve."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Products in 16 bits on a CPU are those of float64, rounded once, forward and backward."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

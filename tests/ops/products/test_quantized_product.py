@@ -1,7 +1,5 @@
 """Products that unpack the matrix first: values and gradients against float64, when they are used, and memory."""
 
-from __future__ import annotations
-
 import gc
 
 import mlx.core as mx

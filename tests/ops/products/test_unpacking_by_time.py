@@ -1,7 +1,5 @@
 """On Metal, whether a quantised matrix is unpacked for many rows goes by time; the times are made here."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """No hidden state: all that steers a call is in the trace and the dispatch; other state of a process is listed here."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

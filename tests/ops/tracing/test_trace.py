@@ -1,11 +1,11 @@
-"""The trace: contexts nest and end, a thread begins outside them, and a misspelt attribute is refused."""
+"""Facts about arrays, and the trace: contexts nest and end, a thread begins outside them."""
 
-from __future__ import annotations
-
+import gc
 import re
 import threading
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +14,7 @@ import pytest
 import deltatune
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.tracing import dispatch, trace
+from deltatune.ops.tracing.known import Known
 
 SOURCE = Path(deltatune.__file__).parent
 TRACING = SOURCE / "ops/tracing"
@@ -168,3 +169,66 @@ def test_recomputation_of_a_layer_has_the_trace_of_its_first_run():
     with trace.having(whole_rows=True, once=True):
         mx.eval(mx.grad(loss)(mx.ones((1, 4))))
     assert told == [([[0, 0, 0, 0]], True, True, True)] * 2
+
+
+class Made(NamedTuple):
+    """A kind of fact."""
+
+    by: str
+
+
+class Read(NamedTuple):
+    """Another kind of fact, equal to the first as a tuple."""
+
+    by: str
+
+
+def test_a_fact_is_of_one_array_and_of_one_kind():
+    known, x = Known(), mx.zeros(3)
+    assert known.of(x, Made) is None
+    known.note(x, Made("one"))
+    known.note(x, Read("two"))
+    known.note(x, Made("three"))
+    assert known.of(x, Made) == Made("three")
+    assert known.of(x, Read) == Read("two")
+    assert known.of(x + 0, Made) is None
+    known.forget(Made)
+    known.forget(Made)
+    assert known.of(x, Made) is None
+    assert known.of(x, Read) == Read("two")
+
+
+def test_taken_fact_is_forgotten_with_its_kind():
+    known, x, y = Known(), mx.zeros(3), mx.zeros(3)
+    for array, fact in ((x, Made("one")), (y, Made("two")), (x, Read("three"))):
+        known.note(array, fact)
+    assert known.take(x, Made) == Made("one")
+    assert known.take(x, Made) is None
+    assert known.of(y, Made) is None
+    assert known.of(x, Read) == Read("three")
+
+
+def test_a_fact_ends_with_its_array():
+    """Many arrays at the same few addresses: no fact is found for another array."""
+    known = Known()
+    for number in range(200):
+        x = mx.array(number)
+        assert known.of(x, Made) is None
+        known.note(x, Made(str(number)))
+        known.note(x, Made(str(number)))
+        del x
+    gc.collect()
+    assert len(known) == 0
+
+
+def test_a_fact_may_be_forgotten_before_its_array_ends():
+    known, x = Known(), mx.zeros(3)
+    known.note(x, Made("one"))
+    known.forget(Made)
+    known.note(x, Made("two"))
+    y = mx.zeros(3)
+    known.note(y, Made("three"))
+    del x
+    gc.collect()
+    assert known.of(y, Made) == Made("three")
+    assert len(known) == 1

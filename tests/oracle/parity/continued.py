@@ -1,7 +1,5 @@
 """An adapter that goes to PEFT, and the training that goes on from there on this side. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +30,9 @@ _JOINED = ["*switch_mlp.gate_proj", "*switch_mlp.up_proj"]
 
 @dataclass(frozen=True)
 class Start:
-    """The folders from which both sides go on.
+    """The folders from which both sides go on: the base as mlx-lm reads it, our adapter, and its export to PEFT.
 
-    Args:
-        checkpoint: the base as mlx-lm reads it.
-        adapter: our adapter.
-        exported: the same adapter in PEFT's format.
-        tensors: its tensors by PEFT's names.
+    `tensors` are the adapter's by PEFT's names.
     """
 
     checkpoint: Path
@@ -74,11 +68,7 @@ def by_name(tensors: dict[str, Any]) -> Adapters:
 
 
 def train(case: ParityCase, start: Start, adapter: Path, first: int = 0, steps: int = STEPS) -> ParityRun:
-    """Go on training from `adapter`, on the batches from `first` on.
-
-    Returns:
-        The losses, and the final adapter by PEFT's names.
-    """
+    """Go on training from `adapter`, on the batches from `first` on; its end has PEFT's names."""
     model, config = load_model(start.checkpoint)
     load_adapters(model, adapter)
     run = ours.train(

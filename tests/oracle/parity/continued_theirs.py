@@ -1,7 +1,5 @@
 """PEFT trains an adapter that deltatune exported, live, and the recordings made from that. Needs torch."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 from functools import partial

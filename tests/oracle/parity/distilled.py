@@ -1,7 +1,5 @@
 """Parity of distillation: the divergences to compare with TRL's, and deltatune's side of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,12 +25,7 @@ from .pairs import two_layers
 
 @dataclass(frozen=True)
 class DistilledCase:
-    """A divergence, and the options with which both sides compute it.
-
-    Args:
-        beta: From 0, forward, to 1, reverse.
-        temperature: Divides both models' logits.
-    """
+    """A divergence from 0, forward, to 1, reverse, of logits that the temperature divides."""
 
     beta: float
     temperature: float = 1.0

@@ -1,7 +1,5 @@
 """The reference run of distillation: TRL's divergence between two models of transformers, on the CPU in fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Replays of recordings, and faults to plant in deltatune: each must turn a replay red, or it proves nothing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -51,10 +49,7 @@ def replay(module: ModuleType, case: Any, name: str, plant: Callable[[], None] =
 def shows(module: ModuleType, reference: recording.Recording, run: Callable[[pytest.MonkeyPatch], ParityRun]) -> bool:
     """Whether a run differs from its recording in its first gradients, in a loss or, after all steps, in an adapter.
 
-    Args:
-        module: That of the run, whose `train` is told how many steps to take: a few, and all if nothing shows in them.
-        reference: The recording.
-        run: Plants a fault, which ends with what it is given, and trains.
+    `run` plants a fault, which ends with its argument, and trains by `module`: a few steps, and all if none shows it.
     """
     for steps in (FEW, STEPS):
         with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,5 @@
 """A model of Lightning attention in torch, with bailing_moe_linear's names, which transformers lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Parity on preferences: the losses to compare with TRL's, and the pairs for both sides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,16 +20,9 @@ def two_layers(**changes: float) -> ParityCase:
 
 @dataclass(frozen=True)
 class PairCase:
-    """A preference loss, and the options with which both sides compute it.
+    """A preference loss and its options on both sides; `draw` is that of the checkpoint.
 
-    Args:
-        loss: The loss's name among deltatune's options.
-        variant: Its published form.
-        beta: The factor of its rewards.
-        smoothing: The share of pairs assumed to be labelled wrongly.
-        learning_rate: The learning rate of every step.
-        draw: Which of the seeded checkpoints to use.
-        recorded: Whether TRL's run is recorded; the others are compared live.
+    TRL's run is recorded, or compared live.
     """
 
     loss: str

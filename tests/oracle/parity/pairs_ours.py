@@ -1,7 +1,5 @@
 """Replays a recorded run of TRL with deltatune's preference loss, reference and step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The reference run on preferences: TRL's own loss functions and collators, on the CPU in fp32."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

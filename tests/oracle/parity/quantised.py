@@ -1,7 +1,5 @@
 """The dequantised twin of a quantised kimi_linear: the same numbers as a Hugging Face save in fp32."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

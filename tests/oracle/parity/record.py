@@ -1,7 +1,5 @@
 """Live runs: transformers against deltatune, and the recordings made from them. Needs torch."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata
@@ -61,11 +59,7 @@ def one_thread() -> Iterator[None]:
 class Comparison:
     """Training on text on both sides. Another kind of training overrides its own part.
 
-    Attributes:
-        folder: That of its recordings, in which each case has a file.
-        cases: The cases, by name.
-        packages: The packages that a recording depends on.
-        ours: deltatune's run of a case, from config.json, weights and initial adapters.
+    A recording, a file of `folder`, depends on `packages`. `ours` runs a case from config.json, weights and adapters.
     """
 
     folder = ""

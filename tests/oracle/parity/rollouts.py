@@ -1,7 +1,5 @@
 """Recorded rollouts on which deltatune and TRL compute advantages, losses and gradients, and deltatune's side of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +32,7 @@ ALIKE = 1
 
 @dataclass(frozen=True)
 class Case:
-    """The options of a comparison.
-
-    Attributes:
-        options: Options of TrainConfig.
-        moved: Whether the policy has moved since it sampled, as in a second pass.
-    """
+    """Options of TrainConfig, and whether the policy has moved since it sampled, as in a second pass."""
 
     options: dict[str, Any] = field(default_factory=dict)
     moved: bool = True
@@ -124,11 +117,7 @@ def of_rows(gradient: np.ndarray) -> list[float]:
 
 
 class _Sampler:
-    """Gives the recorded answers to prompts.
-
-    Attributes:
-        numbers: The numbers of the answers, in the order in which they were asked for.
-    """
+    """Gives the recorded answers to prompts, and keeps their numbers in the order in which they were asked for."""
 
     def __init__(self, recording: Content, temperature: float):
         self._recording = recording

@@ -1,7 +1,5 @@
 """TRL's own advantages, losses and gradients on the recorded rollouts; `python rollouts_theirs.py` records them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

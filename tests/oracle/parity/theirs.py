@@ -1,7 +1,5 @@
 """The reference run: transformers and PEFT on the CPU, in fp32. Needs torch: for the live harness only."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Thirty updates on recorded rollouts of a model: the rollouts of each sampling, and deltatune's side of the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

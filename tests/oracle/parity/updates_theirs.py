@@ -1,7 +1,5 @@
 """The reference run of thirty updates: TRL's trainer on a model of transformers and PEFT, on the CPU in fp32."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

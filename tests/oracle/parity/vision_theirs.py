@@ -1,7 +1,5 @@
 """The runs of transformers + PEFT on images and videos. Needs torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,10 +1,8 @@
 """Every test of the tables begins and ends without patches."""
 
-from __future__ import annotations
-
 import pytest
 
-from deltatune.patches import revert
+from deltatune.patches.patch import revert
 
 
 @pytest.fixture(autouse=True)

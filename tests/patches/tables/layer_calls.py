@@ -1,7 +1,5 @@
 """Layers of tiny models, and calls of them: on whole rows, with padding, on packed documents, and in pieces."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

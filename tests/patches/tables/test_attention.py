@@ -1,7 +1,5 @@
 """Patched models train through deltatune's attention with upstream's numbers, and infer with upstream's bits."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

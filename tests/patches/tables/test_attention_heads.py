@@ -1,7 +1,5 @@
 """Attention with a gate agrees with upstream's, by the kernels for its rotary embedding and its norms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The peak of a training step grows with the length and not with its square, wherever attention is deltatune's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -28,7 +26,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def growth(monkeypatch, peak_bytes) -> Callable[..., float]:
+def growth(monkeypatch, peak_bytes):
     """growth(of_length) -> how many times the peak grows with rows four times as long: 4 if linear, 16 if quadratic.
 
     The order in which MLX frees an operation's inputs moves a peak by some percent. MLX's own attention would serve the

@@ -1,7 +1,5 @@
 """Layers of Qwen3.5 and Qwen3-Next with the fused convolution equal mlx-lm's own; and when they keep upstream's."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layers of experts call expert_block in training, and agree with upstream."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

@@ -1,7 +1,5 @@
 """Layers that keep the inputs of cheap operators alone, as on Apple GPUs: upstream's bits in less memory."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Patched models of mlx-vlm call deltatune and agree with upstream; inference stays as it is."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

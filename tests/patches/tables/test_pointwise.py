@@ -1,7 +1,5 @@
 """Activations and norms are replaced on CUDA only, and compute the same there."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

@@ -1,7 +1,5 @@
 """Whole models keep upstream's losses and gradients with the pointwise kernels, which the host machine runs."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The replaced mx.quantized_matmul unpacks for many rows only, and every layer computes the same with it."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -1,7 +1,5 @@
 """Norms and layers are replaced on NVIDIA GPUs only; calls beyond the kernels stay upstream's."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

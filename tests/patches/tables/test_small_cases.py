@@ -1,7 +1,5 @@
 """The small cases of cheap operators run deltatune's code, not upstream's behind it, and find its errors."""
 
-from __future__ import annotations
-
 import importlib
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The replaced mx.gather_mm is right over a product that misreads rows as MLX's does on CUDA; no gaps after loading."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Mamba-2's layers and Lightning attention of mlx-lm, with deltatune's linear attention in them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import mlx.core as mx
@@ -12,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from deltatune.errors import UserError
-from deltatune.layers import describe, is_state_space
+from deltatune.layers import describe
 from deltatune.lora import convert_to_lora
 from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
@@ -24,51 +22,9 @@ from deltatune.options.config import LoraConfig
 from deltatune.patches import patched, served
 from deltatune.patches.recurrence import OURS, UPSTREAM, reset
 from deltatune.patches.tables import state_space
+from families import LINEAR_ATTENTION
 from transformers_saves import recorded_save
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False}
-NEMOTRON = {
-    **SIZES,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "mamba_proj_bias": False,
-    "ssm_state_size": 16,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "mlp_bias": False,
-    "layer_norm_epsilon": 1e-5,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "hybrid_override_pattern": list("M-M*E"),
-    "moe_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "n_group": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-}
-MAMBA2 = {
-    "num_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "state_size": 16,
-    "num_hidden_layers": 2,
-    "layer_norm_epsilon": 1e-5,
-    "conv_kernel": 4,
-    "n_groups": 1,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "tie_word_embeddings": True,
-    "time_step_limit": (0.0, 10.0),
-    "time_step_rank": 4,
-}
-MODELS = {"nemotron_h": NEMOTRON, "mamba2": MAMBA2}
 # Further families, of which the repository has a recorded checkpoint.
 SAVED = ("falcon_h1", "bailing_moe_linear")
 # The mixers of each model.
@@ -78,7 +34,7 @@ MIXERS = {"nemotron_h": 2, "mamba2": 2}
 def made(name: str) -> nn.Module:
     module = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs(model_type=name, **MODELS[name]))
+    model = module.Model(module.ModelArgs(model_type=name, **LINEAR_ATTENTION[name]))
     mx.eval(model.parameters())
     return model
 
@@ -96,7 +52,7 @@ def tokens_of(*shape: int) -> mx.array:
     return mx.random.randint(1, 40, shape, key=mx.random.key(3))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LINEAR_ATTENTION)
 def test_every_gradient_is_upstreams(name):
     model, tokens = made(name), tokens_of(2, 70)
     expected = gradients(model, tokens)
@@ -143,11 +99,11 @@ def test_mixers_carry_their_state_between_pieces():
 
 
 @pytest.mark.parametrize(
-    ("name", "packed"), [*((name, False) for name in (*MODELS, *SAVED)), *((name, True) for name in SAVED)]
+    ("name", "packed"), [*((name, False) for name in (*LINEAR_ATTENTION, *SAVED)), *((name, True) for name in SAVED)]
 )
 def test_pieces_have_the_gradients_of_whole_rows(name, packed, monkeypatch, tmp_path):
     """Every layer is cut: MLP and experts too, and those with a recurrence beside their attention."""
-    model = made(name) if name in MODELS else load_model(recorded_save(name, tmp_path / "saved"))[0]
+    model = made(name) if name in LINEAR_ATTENTION else load_model(recorded_save(name, tmp_path / "saved"))[0]
     tokens = tokens_of(1, 70)
     layers = describe(model)
     # A document begins within a piece, and one where a piece begins.
@@ -232,12 +188,7 @@ def test_every_linear_of_nemotrons_pattern_gets_an_adapter():
     trained = {path.rpartition(".")[0] for path, _ in tree_flatten(model.trainable_parameters())}
     expected = {
         f"backbone.layers.{at}.mixer.{name}"
-        for at, kind in enumerate(NEMOTRON["hybrid_override_pattern"])
+        for at, kind in enumerate(LINEAR_ATTENTION["nemotron_h"]["hybrid_override_pattern"])
         for name in ADAPTED[kind]
     }
     assert trained == expected
-
-
-def test_a_mixer_of_mamba_2_is_known_by_its_code():
-    model = made("mamba2")
-    assert [is_state_space(module) for _, module in model.named_modules()].count(True) == 2

@@ -28,6 +28,8 @@ from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.saving import Saving
 from killed_runs import adapters, result
 
+pytestmark = pytest.mark.usefixtures("kept_forecasts")
+
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint):

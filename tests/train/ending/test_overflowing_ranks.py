@@ -1,10 +1,14 @@
-"""Validation rows that overflow on one rank: every rank ends, and rank 0 names the layer."""
+"""Steps that end badly: one that macOS ends because it took too long, and rows that overflow on one rank."""
 
 import json
 import shutil
 
 import mlx.core as mx
 import mlx_lm
+import pytest
+
+from deltatune.errors import UserError
+from deltatune.train.saved import state
 
 
 def test_one_rank_overflows_and_rank_0_names_the_layer(launch, options, tiny_checkpoint, data_folder, tmp_path):
@@ -30,3 +34,34 @@ def test_one_rank_overflows_and_rank_0_names_the_layer(launch, options, tiny_che
     assert (done.stdout + done.stderr).count("exited with code 2") == 2
     assert done.stderr.count("is the first that is not finite, in float16") == 1
     assert "language_model.model.layers.0 (delta)" in done.stderr
+
+
+TIMEOUT = (
+    "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+    "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)."
+)
+DISPLAY = (
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
+)
+PIECES = r"--resume --grad-checkpoint continues it, with long rows in pieces"
+
+
+@pytest.mark.parametrize(
+    ("error", "again", "said"),
+    [
+        (TIMEOUT, False, rf"it kept the GPU for longer .*Timeout.* saved in .*state\. {PIECES}; AGX_RELAX.*=1 in"),
+        (DISPLAY, True, r"it kept the display waiting .* saved in .*state\. --resume continues it; AGX"),
+    ],
+)
+def test_it_is_recognised_and_the_state_is_saved(make_trainer, run_with, tmp_path, error, again, said):
+    trainer = make_trainer(iters=3, val_batches=0, grad_accumulation_steps=1, grad_checkpoint=again)
+
+    def ended(iterations, _):
+        if iterations.progress.iteration == 1:
+            raise RuntimeError(error)
+
+    with pytest.raises(UserError, match=rf"{said}.*--max-seq-length 32 \(now 64\) makes steps shorter") as raised:
+        run_with(trainer, ended)
+    assert "The state after iteration 1 is saved" in str(raised.value)
+    assert state.peek(state.state_path(tmp_path / "out")).iteration == 1

@@ -160,7 +160,7 @@ def test_a_rank_that_dies_costs_only_unsaved_iterations(launch, two_ranks, place
 
 
 @pytest.fixture(scope="module")
-def straight() -> dict[str, bytes]:
+def straight():
     """The adapters of a run that nobody killed, once it was made: two ranks have one sum, whatever carries it."""
     return {}
 

@@ -4,8 +4,6 @@ The policy is a table of logits: one row for the first token, and one behind eac
 are enumerated, so the expectation over samples is a sum.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""`deltatune runs` lists the runs below folders, and lays several in one report."""
+"""What a run shows of itself: the order of its records, the list of runs, and several in one report."""
 
 import json
 import os
@@ -9,7 +9,9 @@ import pytest
 from console import called
 from deltatune.options.config import TrainConfig
 from deltatune.train.reports.report import RunDescription, write_report
+from deltatune.train.reports.report import read_metrics as read_records
 from deltatune.train.reports.runs import find
+from deltatune.train.reports.screen import Screen
 
 RESULT = {"iterations": 2, "train_loss": 1.0, "val_loss": None, "seconds": 1.0, "tokens_per_second": 1.0}
 
@@ -60,6 +62,13 @@ def test_several_runs_are_in_one_report(folder):
     assert "model" not in cells
 
 
+@pytest.mark.bad_input("`runs --report` where no file can be written")
+def test_a_report_that_cannot_be_written(folder):
+    done = called("runs", "b", "--report", "b/metrics.jsonl/out.html", cwd=folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert re.search(r"^deltatune: 'b/metrics.jsonl'?.*: (Not a directory|File exists)", done.stderr)
+
+
 @pytest.mark.bad_input("`runs FOLDER` where no run is")
 def test_a_folder_without_runs(folder):
     (folder / "empty").mkdir()
@@ -68,3 +77,18 @@ def test_a_folder_without_runs(folder):
     assert done.stderr == (
         "deltatune: empty: no run is there: expected a folder with metrics.jsonl, as --adapter-path has it.\n"
     )
+
+
+def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, monkeypatch):
+    """Whoever reads a line on the screen may open metrics.jsonl at once, and the report has its figures."""
+    shown = []
+
+    def show(self, record, **_):
+        records, _ = read_records(tmp_path / "out" / "metrics.jsonl")
+        kept = record["iteration"] == records[-1]["iteration"] and record.keys() == records[-1].keys()
+        shown.extend((name, kept) for name in ("train_loss", "val_loss", "samples") if name in record)
+
+    monkeypatch.setattr(Screen, "report", show)
+    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"], steps_per_sample=1, sample_max_tokens=1).run()
+    assert {name for name, _ in shown} == {"train_loss", "val_loss", "samples"}
+    assert all(kept for _, kept in shown)

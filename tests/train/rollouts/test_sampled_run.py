@@ -1,7 +1,5 @@
 """A run samples its answers, learns from their rewards, and continues with the same bits wherever it is stopped."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ class Letters:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "train.jsonl"
     lines = [{"prompt": f"question {n} " + "dog " * (n % 4), "letter": "aeiou"[n % 5]} for n in range(12)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -50,7 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trainer_of(checkpoint: Path, rows: Path, tmp_path: Path):
+def trainer_of(checkpoint, rows, tmp_path):
     """trainer_of(folder, rewards, **options) returns the trainer of a short run."""
 
     def made(folder: str = "out", rewards: Any = None, **changes: Any) -> Trainer:

@@ -116,15 +116,12 @@ def mlx_path(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class VisionRows:
-    """A batch as seeded.Rows has it, with the patches of each row's images and videos.
+class VisionRows(seeded.Rows):
+    """A batch with the patches of each row's images and videos, and their grids (frames, height, width) in patches.
 
-    `grids` has their (frames, height, width) in patches; more than one frame makes a video.
+    More than one frame makes a video.
     """
 
-    tokens: np.ndarray
-    counts: np.ndarray
-    lengths: tuple[int, ...]
     patches: tuple[tuple[np.ndarray, ...], ...]
     grids: tuple[tuple[tuple[int, int, int], ...], ...]
 
