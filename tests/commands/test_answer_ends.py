@@ -1,6 +1,7 @@
 """A base model that does not stop at its template's end of an answer: the run says so, and merge can write it."""
 
 import json
+import shutil
 
 import pytest
 from transformers import GenerationConfig
@@ -22,9 +23,7 @@ def base(checkpoint, tmp_path_factory):
 
 def changed(checkpoint, folder, of_tokenizer):
     """Copy a checkpoint with configs that name <|endoftext|> and a tokenizer that names this end token."""
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(checkpoint, folder)
     end = load(folder).tokenizer.convert_tokens_to_ids("<|endoftext|>")
     for name, change in (
         ("config.json", {"eos_token_id": end}),

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,7 @@ ROW = {"prompt": "a question", "completion": "an answer"}
 def model(tiny_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("thinking") / "model"
     base = tiny_checkpoint("qwen3", chat_template=TEMPLATE.read_text(encoding="utf-8"))
-    folder.mkdir()
-    for file in base.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(base, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["<think>", "</think>", "\n\n"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -69,6 +68,7 @@ def test_a_command_that_is_printed_can_be_pasted(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"chat_template_config": variables}))
     monkeypatch.setattr("deltatune.lora.adapter_files.write_mlx", lambda adapter, saved: folder)
+    monkeypatch.setattr("deltatune.lora.adapter_files.head_notes", lambda *_: [])
     arguments = argparse.Namespace(adapter_path="adapters", save_path=str(folder), model="a model")
     words = shlex.split(export._mlx(arguments)[0][1])
     assert words[2:5] == ["a model", "--adapter-path", str(folder)]

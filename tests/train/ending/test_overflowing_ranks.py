@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
+from checkpoint_copies import rewritten
 from deltatune.errors import UserError
 from deltatune.train.saved import state
 
@@ -22,13 +23,11 @@ def test_one_rank_overflows_and_rank_0_names_the_layer(launch, options, tiny_che
     (data / "test.jsonl").unlink()
     tokenizer = mlx_lm.load(str(source))[1]
     tokens = sorted(set(tokenizer.encode("a fox")) - set(tokenizer.encode("a dog")))
-    tensors = mx.load(str(model / "model.safetensors"))
-    # The largest number of float16, to which the first layer adds a little.
-    tensors["language_model.model.embed_tokens.weight"][mx.array(tokens)] = 65504.0
-    name = "language_model.model.layers.0.mlp.down_proj.weight"
-    tensors[name] = tensors[name] * 3000
-    mx.eval(tensors)
-    mx.save_safetensors(str(model / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with rewritten(model / "model.safetensors") as tensors:
+        # The largest number of float16, to which the first layer adds a little.
+        tensors["language_model.model.embed_tokens.weight"][mx.array(tokens)] = 65504.0
+        name = "language_model.model.layers.0.mlp.down_proj.weight"
+        tensors[name] = tensors[name] * 3000
     changed = {"model": str(model), "data": str(data), "batch_size": 2, "adapter_path": str(tmp_path / "out")}
     done = launch(options | changed)
     assert (done.stdout + done.stderr).count("exited with code 2") == 2
