@@ -159,19 +159,19 @@ def download(name: str) -> Path:
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of upstream.
+    """A private name of upstream, and the fallback `without` it, in a sentence.
 
-    Args:
-        package: The package of the name.
-        name: The name.
-        without: The fallback of deltatune where the name is gone, in a sentence.
-        present: Whether the installed package has it. It is asked only where the package is installed.
+    `present` says whether the installed package has the name; it is asked only where the package is installed.
     """
 
-    package: str
     name: str
     without: str
     present: Callable[[], bool]
+
+    @property
+    def package(self) -> str:
+        """The package of the name."""
+        return re.split(r"\W", self.name)[0]
 
 
 def _holds(module: str, *names: str) -> bool:
@@ -185,79 +185,66 @@ _LEFT = "The patch that needs it is left alone, and the doctor's patches name it
 
 NAMES = (
     PrivateName(
-        "mlx",
         "mlx::core::set_compile_mode",
         "mx.compile builds kernels of its own, which takes a minute at the start of a run.",
         lambda: set_no_fuse() is not None,
     ),
     PrivateName(
-        "mlx",
         "mlx.core.random.state[0]",
         "Checkpointed layers in other programs' loops draw from a key of their own.",
         lambda: isinstance(_random_state()[0], mx.array),
     ),
     PrivateName(
-        "mlx",
         "mlx.nn.Dropout._p_1",
         "The rate of dropout is read from what the layer prints of itself.",
         lambda: hasattr(nn.Dropout(0.5), "_p_1"),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.tokenizer_utils.TokenizerWrapper._tokenizer",
         "The tokenizer is found as the owner of one of its methods.",
         lambda: _holds("mlx_lm.tokenizer_utils", "self._tokenizer = "),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.tokenizer_utils.TokenizerWrapper._chat_template",
         "Conversations are rendered one at a time, without limits of time and memory, and tokens are not kept.",
         lambda: _holds("mlx_lm.tokenizer_utils", "self._chat_template = "),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.utils._get_classes",
         "The module of the model's type is imported by its name.",
         lambda: _holds("mlx_lm.utils", "def _get_classes("),
     ),
     PrivateName(
-        "mlx_lm",
         "mlx_lm.utils._download",
         "All files of a model are downloaded from the hub.",
         lambda: _holds("mlx_lm.utils", "def _download("),
     ),
     PrivateName(
-        "mlx_lm",
         f"mlx_lm.models.kimi_k3: {', '.join((*RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL))}",
         _LEFT,
         lambda: _holds("mlx_lm.models.kimi_k3", *RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL),
     ),
     PrivateName(
-        "mlx_lm",
         f"mlx_lm.models.rope_utils.YarnRoPE.{ROPE_FREQUENCIES}",
         "Models with YaRN positions are refused.",
         lambda: _holds("mlx_lm.models.rope_utils", f"self.{ROPE_FREQUENCIES} = "),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.models.qwen3_vl.language.Qwen3VLModel.{DEEPSTACK}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.qwen3_vl.language", f"def {DEEPSTACK}("),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp.Qwen3_5MTPDraftModel.{DRAFT_FORWARD}",
         "Multi-token-prediction heads are not trained: mtp is refused.",
         lambda: _holds("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp.NemotronHMTPDraftModel.{DRAFT_FORWARD}",
         "Nemotron-H's multi-token-prediction heads are not trained: mtp is refused.",
         lambda: _holds("mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp", f"def {DRAFT_FORWARD}("),
     ),
     PrivateName(
-        "mlx_vlm",
         f"mlx_vlm.models.switch_layers.SwitchGLU.{COMBINE}",
         _LEFT,
         lambda: _holds("mlx_vlm.models.switch_layers", f"def {COMBINE}("),

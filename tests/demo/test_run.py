@@ -50,11 +50,16 @@ def test_the_command_to_try_next_runs(short, run):
     assert answer.strip()
 
 
-def test_the_page_has_the_numbers_of_the_demo():
-    page = " ".join((Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8").split())
+def test_the_page_has_the_numbers_of_both_demos():
+    text = (Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8")
+    page = " ".join(text.split())
     assert f"answers {flow.QUESTIONS} messages" in page
     assert f"Its answers to the first {flow.RELOADED} messages must equal those of step 3." in page
     assert f"at least {flow.ENOUGH:.0%}".replace("%", " %") in page
+    options = rewarded.rewarded_options(Path("out"), rewarded.ITERATIONS)
+    sizes = f"{options.num_generations} answers to each of {options.batch_size} messages"
+    assert f"{rewarded.ITERATIONS} updates with {sizes}" in page
+    assert rewarded.REWARDS.strip() in text
 
 
 def test_answers_of_mlx_lm_come_from_the_adapter(short):
@@ -103,11 +108,3 @@ def test_a_short_run_of_rewards_shows_the_samples_and_the_rewards(tmp_path):
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Sampled answers" in report
     assert all(item.message.split("'")[0] in report for item in task.draw(0, 4, task.held_out_name, held_out=True))
-
-
-def test_the_page_has_the_numbers_of_the_demo_of_rewards():
-    page = " ".join((Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8").split())
-    options = rewarded.rewarded_options(Path("out"), rewarded.ITERATIONS)
-    sizes = f"{options.num_generations} answers to each of {options.batch_size} messages"
-    assert f"{rewarded.ITERATIONS} updates with {sizes}" in page
-    assert rewarded.REWARDS.strip() in (Path(__file__).parents[2] / "docs/start/demo.md").read_text(encoding="utf-8")

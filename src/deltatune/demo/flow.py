@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,12 +16,15 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import mlx.core as mx
+
 from ..data.prompts import Question, prompt_tokens
 from ..errors import UserError
 from ..layers import describe
 from ..models.batch_decoder import Sampler, answer_all
 from ..models.load import Loaded
 from ..options.config import TrainConfig
+from ..rewards import Rewards
 from ..train import Result, Trainer
 from ..train.reports.announce import layer_summary, trainable_count
 from ..train.reports.columns import gigabytes, sparkline
@@ -70,61 +74,106 @@ def run_demo(
     questions: int = QUESTIONS,
     screen: DemoScreen | None = None,
 ) -> int:
-    """Run the demo.
+    """Run the demo, which asks so many held-out messages, in the folder `output` for data, adapter and report.
 
-    Args:
-        output: The folder for data, adapter and report.
-        iterations: The number of training iterations.
-        questions: The number of held-out messages to ask.
-        screen: Where to show the demo; the terminal by default.
-
-    Returns:
-        The exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
-
-    Raises:
-        UserError: `output` cannot be written.
+    Returns the exit code: 0 where 90 % of the answers are right after training and mlx-lm gives the same, else 1.
     """
-    started = time.perf_counter()
-    output, screen = Path(output), screen or DemoScreen()
+    output = Path(output)
+    screen = screen or DemoScreen()
     items = written(output, questions, task.write)
     config = options(MODEL, output, iterations)
     screen.title("deltatune demo", "Messages come in at a café counter. The till wants one exact JSON call for each.")
-
-    screen.part(1, "The base model")
-    ready_run = ready(config)
-    loaded = ready_run.loaded
-    screen.line(describe_model(loaded))
-    screen.line("It has read small talk about people, drinks and days. It has never seen JSON, nor this task.")
-    before = ask_and_print(loaded, items, screen, "red")
-
-    screen.part(2, "Fine-tuning")
-    ready_run.prepare()
-    trained = f"{trainable_count(loaded.model):,} LoRA numbers train."
-    screen.line(f"{trained} No held-out name is in the training data.")
-    trainer = Trainer.of(ready_run, screen)
-    result = trainer.run()
-    _print_training(screen, result, config)
-
-    screen.part(3, "The same messages again")
-    after = ask_and_print(loaded, items, screen, "green")
-    screen.answers(side_by_side(before, after))
+    lesson = teach(
+        config,
+        items,
+        screen,
+        knows="It has read small talk about people, drinks and days. It has never seen JSON, nor this task.",
+        learns="{trained:,} LoRA numbers train. No held-out name is in the training data.",
+    )
 
     screen.part(4, "A new process, with mlx-lm alone")
     with screen.working("mlx_lm.load(model, adapter_path=…)"):
         reloaded = ask_mlx_lm(output, items[:RELOADED])
-    same = sum(a == b for a, b in zip(reloaded, after.answers, strict=False))
+    same = sum(a == b for a, b in zip(reloaded, lesson.after.answers, strict=False))
     screen.line(f"mlx_lm.load reads the adapter; {same} of {len(reloaded):,} answers are the same.")
 
-    write_table(trainer, result, before, after, {"same through mlx-lm": f"{same} of {len(reloaded)}"})
-    seconds = time.perf_counter() - started
-    screen.end(
-        f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", str(trainer.outputs.report), command_again(output), seconds
-    )
-    return 0 if after.accuracy >= ENOUGH and same == len(reloaded) else 1
+    enough = lesson.end(screen, {"same through mlx-lm": f"{same} of {len(reloaded)}"})
+    return 0 if enough and same == len(reloaded) else 1
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A model's answers before and after its training, which began at `started`."""
+
+    before: Score
+    after: Score
+    trainer: Trainer
+    result: Result
+    started: float
+
+    def end(self, screen: DemoScreen, headline: dict[str, str]) -> bool:
+        """Write the report with these figures at its head, and print where it is; return whether enough is right."""
+        self._write_report(headline)
+        outputs = self.trainer.outputs
+        shares = (f"{score.accuracy:.1%}" for score in (self.before, self.after))
+        seconds = time.perf_counter() - self.started
+        screen.end(*shares, str(outputs.report), command_again(outputs.directory), seconds)
+        return self.after.accuracy >= ENOUGH
+
+    def _write_report(self, headline: dict[str, str]) -> None:
+        before = self.before
+        after = self.after
+        expected = [item.answer for item in after.items]
+        messages = [item.message for item in after.items]
+        rows = list(zip(messages, before.answers, after.answers, expected, after.right, strict=True))
+        columns = ("message", "before", "after", "expected", "right")
+        note = "Names and combinations that training never shows."
+        outputs = self.trainer.outputs
+        description = RunDescription(
+            self.trainer.about,
+            tables=[
+                ReportTable("Some held-out messages", columns, rows[:12], note),
+                ReportTable(f"All {len(rows):,} messages", columns, rows, folded=True),
+            ],
+            headline={"right before": f"{before.accuracy:.1%}", "right after": f"{after.accuracy:.1%}"} | headline,
+            title="deltatune demo",
+            commands=[command_again(outputs.directory)],
+        )
+        result = dataclasses.asdict(self.result)
+        write_report(outputs.report, outputs.metrics, self.trainer.config, result, description)
+
+
+def teach(config: TrainConfig, items: Sequence[CafeMessage], screen: DemoScreen, *, knows: str, learns: str) -> Lesson:
+    """Ask the base model, train it, and ask it again: parts 1 to 3 of a demo.
+
+    `knows` is a sentence on the base model, and `learns` one on its training with the number `trained`.
+    """
+    started = time.perf_counter()
+    rewarded = config.loss == "grpo"
+    sampler = mx.random.categorical if rewarded else None
+    screen.part(1, "The base model")
+    run = ready(config)
+    screen.line(describe_model(run.loaded))
+    screen.line(knows)
+    before = ask_and_print(run.loaded, items, screen, "red", sampler)
+
+    screen.part(2, "Learning from rewards" if rewarded else "Fine-tuning")
+    run.prepare()
+    screen.line(learns.format(trained=trainable_count(run.model)))
+    with Rewards(config) if rewarded else contextlib.nullcontext() as rewards:
+        trainer = Trainer.of(run, screen, rewards=rewards)
+        result = trainer.run()
+    _print_training(screen, result, config)
+
+    screen.part(3, "The same messages again")
+    after = ask_and_print(run.loaded, items, screen, "green", sampler)
+    screen.answers(side_by_side(before, after))
+    return Lesson(before, after, trainer, result, started)
 
 
 def ask(loaded: Loaded, items: Sequence[CafeMessage], sampler: Sampler | None = None) -> Score:
-    """Let the model answer every item; each token is the most likely one, or that of the sampler."""
+    """Let the model answer every item; each token is the most likely one, or the sampler's, drawn alike each time."""
+    mx.random.seed(0)
     started = time.perf_counter()
     prompts = [prompt_tokens(loaded.tokenizer, Question(item.message)) for item in items]
     answers = [
@@ -135,11 +184,7 @@ def ask(loaded: Loaded, items: Sequence[CafeMessage], sampler: Sampler | None = 
 
 
 def ask_mlx_lm(adapter: Path, items: Sequence[CafeMessage]) -> list[str]:
-    """Return the answers of mlx-lm with the base model and the adapter, in a new process without deltatune.
-
-    Raises:
-        UserError: The process fails.
-    """
+    """Return the answers of mlx-lm with the base model and the adapter, in a new process without deltatune."""
     questions = adapter / "questions.json"
     questions.write_text(json.dumps([item.message for item in items]), encoding="utf-8")
     # -P keeps the script's folder, with modules of deltatune, out of the search path.
@@ -153,11 +198,7 @@ def ask_mlx_lm(adapter: Path, items: Sequence[CafeMessage]) -> list[str]:
 def options(model: Path, output: Path, iterations: int, **more: Any) -> TrainConfig:
     """The configuration of the demo's run: the defaults, but a rate for a model of this size, and batches of 16.
 
-    Args:
-        model: The folder of the base model.
-        output: The folder for data, adapter and report.
-        iterations: The number of training iterations.
-        more: Further options of TrainConfig, or others in the place of these.
+    `output` is the folder for data, adapter and report; `more` are options beside these, or in their place.
     """
     settings: dict[str, Any] = {
         "model": str(model),
@@ -187,7 +228,8 @@ def written(output: Path, questions: int, write: Callable[..., dict[str, list[Ca
 
 def command_again(output: Path) -> str:
     """Return the command that asks the trained model another question."""
-    python, model = _shorter_path(sys.executable), _shorter_path(MODEL)
+    python = _shorter_path(sys.executable)
+    model = _shorter_path(MODEL)
     return (
         f"{quote(python)} -m deltatune generate --model {quote(model)} --adapter-path {quote(str(output))} "
         f'--prompt "{EXAMPLE}"'
@@ -221,14 +263,17 @@ def ask_and_print(
 
 
 def _print_training(screen: DemoScreen, result: Result, config: TrainConfig) -> None:
-    losses = screen.losses
-    curve = sparkline([math.log(loss) for loss in losses], 40)
-    screen.line((curve, "cyan"), (f"  loss {losses[0]:.2f} → {losses[-1]:.4f} (log scale)", "dim"))
-    print_cost(screen, result, f"{config.batch_size} messages")
-
-
-def print_cost(screen: DemoScreen, result: Result, batch: str) -> None:
-    """Print the time, the speed and the memory of training, with the content of a batch."""
+    """Print the course of the rewards or losses, and the time, the speed and the memory of training."""
+    values = screen.rewards or screen.losses
+    batch = f"{config.batch_size} messages"
+    if screen.rewards:
+        curve = sparkline(values, 40)
+        words = f"  mean reward {values[0]:.2f} → {values[-1]:.2f}"
+        batch += f" with {config.num_generations:,} answers each"
+    else:
+        curve = sparkline([math.log(loss) for loss in values], 40)
+        words = f"  loss {values[0]:.2f} → {values[-1]:.4f} (log scale)"
+    screen.line((curve, "cyan"), (words, "dim"))
     screen.line(
         f"{result.iterations:,} iterations of {batch} in {result.seconds:.0f} s; "
         f"{result.tokens_per_second:,.0f} tok/s; peak memory {gigabytes(result.peak_memory)}."
@@ -241,24 +286,3 @@ def side_by_side(before: Score, after: Score) -> list[tuple[str, str, str, bool]
     for item, old, new, right in zip(after.items, before.answers, after.answers, after.right, strict=True):
         rows.setdefault(item.tool if right else "wrong", (item.message, old, new, right))
     return sorted(rows.values(), key=lambda row: not row[3])
-
-
-def write_table(trainer: Trainer, result: Result, before: Score, after: Score, headline: dict[str, str]) -> None:
-    """Write the report of the run with every message, and with these figures at its head."""
-    expected = [item.answer for item in after.items]
-    messages = [item.message for item in after.items]
-    rows = list(zip(messages, before.answers, after.answers, expected, after.right, strict=True))
-    columns = ("message", "before", "after", "expected", "right")
-    note = "Names and combinations that training never shows."
-    outputs = trainer.outputs
-    description = RunDescription(
-        trainer.about,
-        tables=[
-            ReportTable("Some held-out messages", columns, rows[:12], note),
-            ReportTable(f"All {len(rows):,} messages", columns, rows, folded=True),
-        ],
-        headline={"right before": f"{before.accuracy:.1%}", "right after": f"{after.accuracy:.1%}"} | headline,
-        title="deltatune demo",
-        commands=[command_again(outputs.directory)],
-    )
-    write_report(outputs.report, outputs.metrics, trainer.config, dataclasses.asdict(result), description)

@@ -67,7 +67,8 @@ def spliced(rng: random.Random) -> str:
         if rng.random() < 0.25:
             name = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))
         else:
-            first, last = rng.choice(_PARTS), rng.choice(_PARTS)
+            first = rng.choice(_PARTS)
+            last = rng.choice(_PARTS)
             name = first[: rng.randint(1, min(6, len(first)))] + last[rng.randint(0, len(last) - 2) :]
         if 3 <= len(name) <= 11 and name.capitalize() not in HELD_OUT:
             return name.capitalize()

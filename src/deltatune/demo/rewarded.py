@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ..options.config import TrainConfig
-from ..rewards import Rewards
-from ..train import Trainer
-from ..train.reports.columns import sparkline
-from ..train.setup import ready
 from . import task
 from .assets import MODEL
-from .flow import (
-    ENOUGH,
-    QUESTIONS,
-    Score,
-    ask_and_print,
-    command_again,
-    describe_model,
-    options,
-    print_cost,
-    side_by_side,
-    write_table,
-    written,
-)
+from .flow import QUESTIONS, options, teach, written
 from .screen import DemoScreen
 from .task import CafeMessage
 
@@ -49,49 +30,21 @@ def run_rewarded_demo(
     questions: int = QUESTIONS,
     screen: DemoScreen | None = None,
 ) -> int:
-    """Run the demo of rewards; the arguments, errors and exit codes are those of run_demo().
-
-    Returns:
-        The exit code: 0 where 90 % of the sampled answers are right after training, else 1.
-    """
-    started = time.perf_counter()
-    output, screen = Path(output), screen or DemoScreen()
+    """Run the demo of rewards, as run_demo() does; its exit code is 0 where 90 % of the sampled answers are right."""
+    output = Path(output)
+    screen = screen or DemoScreen()
     items = written(output, questions, write)
     config = rewarded_options(output, iterations)
     screen.title("deltatune demo rl", "Messages come in at a café counter. The board wants one word of each.")
-
-    screen.part(1, "The base model")
-    run = ready(config)
-    screen.line(describe_model(run.loaded))
-    screen.line("It chats about such words. No right answer is ever shown to it, before or during training.")
-    before = _sampled(run.loaded, items, screen, "red")
-
-    screen.part(2, "Learning from rewards")
-    run.prepare()
-    screen.line(
-        f"It samples {config.num_generations:,} answers to each message; better ones than their mean get likelier."
+    sampled = f"It samples {config.num_generations:,} answers to each message"
+    lesson = teach(
+        config,
+        items,
+        screen,
+        knows="It chats about such words. No right answer is ever shown to it, before or during training.",
+        learns=f"{sampled}; better ones than their mean get likelier.",
     )
-    with Rewards(config) as rewards:
-        trainer = Trainer.of(run, screen, rewards=rewards)
-        result = trainer.run()
-    curve = sparkline(screen.rewards, 40)
-    screen.line((curve, "cyan"), (f"  mean reward {screen.rewards[0]:.2f} → {screen.rewards[-1]:.2f}", "dim"))
-    print_cost(screen, result, f"{config.batch_size} messages with {config.num_generations:,} answers each")
-
-    screen.part(3, "The same messages again")
-    after = _sampled(run.loaded, items, screen, "green")
-    screen.answers(side_by_side(before, after))
-    write_table(trainer, result, before, after, {"mean reward": f"{screen.rewards[-1]:.2f}"})
-    seconds = time.perf_counter() - started
-    again = command_again(output)
-    screen.end(f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", str(trainer.outputs.report), again, seconds)
-    return 0 if after.accuracy >= ENOUGH else 1
-
-
-def _sampled(loaded: Any, items: list[CafeMessage], screen: DemoScreen, style: str) -> Score:
-    """Sample an answer to each message from the whole distribution, with the same random numbers each time."""
-    mx.random.seed(0)
-    return ask_and_print(loaded, items, screen, style, mx.random.categorical)
+    return 0 if lesson.end(screen, {"mean reward": f"{screen.rewards[-1]:.2f}"}) else 1
 
 
 def rewarded_options(output: Path, iterations: int, **more: Any) -> TrainConfig:

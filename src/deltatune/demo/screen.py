@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..train.reports.columns import Record, duration
+from ..train.reports.columns import Record
 from ..train.reports.screen import Fact, Screen, to_paste
 
 INDENT = 4
@@ -27,9 +25,6 @@ class DemoScreen(Screen):
         self.console = console or Console(highlight=False)
         self.console.width = min(self.console.width, WIDEST)
         super().__init__(console=self.console)
-        self.losses: list[float] = []
-        self.rewards: list[float] = []
-        self._began = 0.0
 
     def title(self, text: str, below: str) -> None:
         """Print the title and the line `below` it."""
@@ -81,43 +76,8 @@ class DemoScreen(Screen):
         """Leave out the trainer's lines."""
 
     def report(self, record: Record, **_: Any) -> None:
-        """Leave out the trainer's records, but keep the mean reward, which the bar shows in the place of the loss."""
-        if "reward" in record:
-            self.rewards.append(record["reward"])
-
-    def start(self, done: int, total: int) -> None:
-        """Show the progress bar where the output is a terminal."""
-        self._began = time.perf_counter()
-        if not self.console.is_terminal:
-            return
-        self._bar = Progress(
-            TextColumn(" " * INDENT),
-            BarColumn(bar_width=30, complete_style="cyan", finished_style="cyan"),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", style="dim"),
-            console=self.console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=total, completed=done, note="compiling the step")
-        with self.unread():
-            self._bar.start()
-
-    def advance(self, done: int, loss: float | None, left: float) -> None:
-        """Move the bar to `done` iterations, with the loss and the estimated time that is left beside it."""
-        if loss is not None:
-            self.losses.append(loss)
-        if self._bar is not None:
-            total = self._bar.tasks[0].total or done
-            left = (time.perf_counter() - self._began) / done * (total - done)
-            note = "" if loss is None else f"loss {loss:.4f}  "
-            if self.rewards:
-                note = f"reward {self.rewards[-1]:.2f}  "
-            self._bar.update(self._task, completed=done, note=f"{note}{duration(left)} left")
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Show that validation is running, without its progress, since it is quick."""
-        if self._bar is not None:
-            self._bar.update(self._task, note="validation")
+        """Leave out the trainer's records, but note the mean reward."""
+        self.note_reward(record)
 
     def _padded(self, what: Text | Table, left: int) -> None:
         self.console.print(Padding(what, (0, 1, 0, left)))

@@ -18,20 +18,15 @@ from .words import DAYS, DRINKS, STATES, THINGS
 
 @dataclass(frozen=True)
 class CafeMessage:
-    """One message and the only answer that counts as right.
-
-    Args:
-        message: The text that the model reads.
-        answer: The right answer.
-        name: The name in the message.
-        tool: The function that the answer calls.
-        held_out: Whether the combination of the other arguments is kept out of training.
-    """
+    """One message and the only answer that counts as right."""
 
     message: str
     answer: str
+    # The name in the message.
     name: str
+    # The function that the answer calls.
     tool: str
+    # Whether the combination of the other arguments is kept out of training.
     held_out: bool
 
 
@@ -40,7 +35,8 @@ def _call(tool: str, **arguments: str | int) -> str:
 
 
 def _order(rng: random.Random, name: str) -> CafeMessage:
-    drink, count = rng.choice(DRINKS), rng.randint(1, 9)
+    drink = rng.choice(DRINKS)
+    count = rng.randint(1, 9)
     what = f"{count} {drink}" + "s" * (count > 1)
     message = rng.choice(
         (
@@ -56,7 +52,8 @@ def _order(rng: random.Random, name: str) -> CafeMessage:
 
 
 def _reserve(rng: random.Random, name: str) -> CafeMessage:
-    guests, day = rng.randint(2, 9), rng.choice(DAYS)
+    guests = rng.randint(2, 9)
+    day = rng.choice(DAYS)
     message = rng.choice(
         (
             f"A table for {guests} on {day}, please. My name is {name}.",
@@ -85,7 +82,8 @@ def _cancel(rng: random.Random, name: str) -> CafeMessage:
 
 
 def _tell(rng: random.Random, name: str) -> CafeMessage:
-    thing, state = rng.choice(THINGS), rng.choice(STATES)
+    thing = rng.choice(THINGS)
+    state = rng.choice(STATES)
     text = f"the {thing} is {state}"
     held_out = (THINGS.index(thing) + STATES.index(state)) % 5 == 0
     message = rng.choice(

@@ -17,12 +17,9 @@ Factors = tuple[mx.array, mx.array]
 def fused(parts: dict[str, Factors], halves: tuple[str, ...]) -> Factors:
     """Join the factors of several matrices into factors of the matrix that holds them one below the other.
 
-    Args:
-        parts: (a [E, r, in], b [E, out, r]) by name; a name that is missing has no adapter.
-        halves: The names in the order of the joint matrix, all of the same number of rows.
-
-    Returns:
-        A [E, sum of r, in] and b [E, rows of all, sum of r], block-diagonal.
+    `parts` has (a [E, r, in], b [E, out, r]) by name, and `halves` the names in the order of the joint matrix, all of
+    one number of rows; one that is missing has no adapter. Returns a [E, sum of r, in] and b [E, rows of all, sum of
+    r], block-diagonal.
     """
     present = [name for name in halves if name in parts]
     experts, rows = parts[present[0]][1].shape[:2]
@@ -36,19 +33,15 @@ def fused(parts: dict[str, Factors], halves: tuple[str, ...]) -> Factors:
 
 
 def split(a: mx.array, b: mx.array, halves: tuple[str, ...]) -> dict[str, Factors]:
-    """Take factors of a joint matrix apart: the inverse of `fused`.
+    """Take factors a [E, r, in] and b [E, rows of all parts, r] of a joint matrix apart: the inverse of `fused`.
 
     Every part keeps the whole rank, unless b is block-diagonal as `fused` makes it: then each keeps its own block. A
     part with b = 0, beside another with b != 0, has no adapter.
-
-    Args:
-        a: [E, r, in].
-        b: [E, rows of all parts, r].
-        halves: The names of the parts, from top to bottom.
     """
     pieces = dict(zip(halves, mx.split(b, len(halves), axis=1), strict=True))
     used = {name: as_numpy(mx.any(piece != 0, axis=(0, 1))) for name, piece in pieces.items()}
-    rank, width = b.shape[2], b.shape[2] // len(halves)
+    rank = b.shape[2]
+    width = b.shape[2] // len(halves)
     spans = {name: slice(index * width, (index + 1) * width) for index, name in enumerate(halves)}
     diagonal = {name: used[name][spans[name]] for name in halves}
     if rank % len(halves) == 0 and all(

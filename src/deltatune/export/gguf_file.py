@@ -25,7 +25,8 @@ from .module_names import check_layout
 from .new_token_rows import OPTION
 from .peft_adapter import PeftAdapter, write_peft
 
-CONVERTER, ADAPTER_CONVERTER = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
+CONVERTER = "convert_hf_to_gguf.py"
+ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 QUANTIZER = "llama-quantize"
 # The types that llama-quantize makes, such as q4_k_m, q6_k, iq4_xs and q4_0; it knows best which of them there are.
@@ -38,15 +39,10 @@ _LAST_LINES = 5
 
 
 def converter_command(folder: str | None, name: str = CONVERTER) -> list[str]:
-    """Return the words that start one of llama.cpp's converters.
+    """Return the words that start one of llama.cpp's converters; a missing one is a UserError.
 
-    Args:
-        folder: The path of a converter or of the folder with them, which this Python then runs; None takes the one on
-            PATH, as an installed llama.cpp puts it there.
-        name: The file name of the converter.
-
-    Raises:
-        UserError: There is no converter.
+    `folder` is the path of a converter or of the folder with them, which this Python then runs; None takes the one on
+    PATH, as an installed llama.cpp puts it there.
     """
     if folder is None:
         program = shutil.which(name)
@@ -63,12 +59,8 @@ def converter_command(folder: str | None, name: str = CONVERTER) -> list[str]:
 def quantizer_command(llama_cpp: str | None, outtype: str) -> list[str] | None:
     """Return the words that start llama-quantize where `outtype` needs it, or None if the converter writes that type.
 
-    Args:
-        llama_cpp: The folder of llama.cpp, or a path in it; None looks on PATH.
-        outtype: The type of the tensors.
-
-    Raises:
-        UserError: The type is unknown, or there is no llama-quantize.
+    `llama_cpp` is the folder of llama.cpp, or a path in it; None looks on PATH. An unknown type and a missing program
+    are a UserError.
     """
     if outtype in OUTTYPES:
         return None
@@ -101,19 +93,11 @@ def write_gguf(
     ends: Sequence[int] = (),
     quantizer: list[str] | None = None,
 ) -> Path:
-    """Merge an adapter into its base and convert the result to a GGUF file.
+    """Merge an adapter into its base, a checkpoint in Hugging Face's layout, and convert the result to a GGUF file.
 
-    Args:
-        model_path: The base checkpoint in Hugging Face's layout.
-        adapter_path: The folder of the adapter.
-        save_path: The file to write, which must not exist.
-        command: The command that starts the converter (`converter_command`).
-        outtype: The type of the tensors; "auto" keeps half precision.
-        ends: The tokens at which generation stops, the one that the file is to name last; none leaves the base's.
-        quantizer: The command for llama-quantize (`quantizer_command`), for types that the converter cannot write.
-
-    Raises:
-        UserError: llama.cpp does not know the model, or the converter fails.
+    `command` starts the converter (converter_command), and `quantizer` llama-quantize (quantizer_command) for types
+    that the converter cannot write; the `outtype` auto keeps half precision. `ends` are the tokens at which generation
+    stops, the one that the file is to name last; none leaves the base's.
     """
     path = locate(model_path)
     names = [name for header in weight_headers(path).values() for name in header.tensors]
@@ -144,17 +128,8 @@ def write_gguf_adapter(
 ) -> Path:
     """Convert an adapter to a GGUF file, which llama.cpp loads beside a GGUF file of the base (`llama-cli --lora`).
 
-    Args:
-        model_path: The checkpoint that was trained.
-        adapter_path: The folder of the adapter.
-        save_path: The file to write, which must not exist.
-        llama_cpp: The folder of llama.cpp; None looks on PATH.
-        outtype: The converter's type of the tensors.
-        base_model: The original of a `model_path` that is a conversion of it.
-
-    Raises:
-        UserError: There is no converter, llama.cpp does not know the model, it cannot express the adapter, or the
-            converter fails.
+    `llama_cpp` is the folder of llama.cpp; None looks on PATH. `base_model` is the original of a `model_path` that is a
+    conversion of it. An adapter that llama.cpp cannot express is a UserError.
     """
     command = converter_command(llama_cpp, ADAPTER_CONVERTER)
     base = locate(base_model or model_path)
@@ -171,7 +146,8 @@ def write_gguf_adapter(
 
 def _check_plain(adapter: PeftAdapter) -> None:
     """Check that the adapter is LoRA on linear layers of the language model: llama.cpp knows no other."""
-    config, parameters = adapter.config, adapter.config.get("target_parameters", [])
+    config = adapter.config
+    parameters = adapter.config.get("target_parameters", [])
     odd = {
         "DoRA": config["use_dora"],
         "rows for new tokens": OPTION in config,
@@ -188,14 +164,9 @@ def _check_plain(adapter: PeftAdapter) -> None:
 
 
 def write_converted(save_path: Path, convert: Callable[[Path, Path], list[str]]) -> Path:
-    """Write a file through a converter, in one move once it is complete.
+    """Write a file through a converter, in one move once it is complete; one that exists is a UserError.
 
-    Args:
-        save_path: The file to write.
-        convert: Called with an empty folder and the file to write for now; returns the words that start the converter.
-
-    Raises:
-        UserError: The file exists, the converter fails, or the disk refuses.
+    `convert` takes an empty folder and the file to write for now, and returns the words that start the converter.
     """
     if save_path.exists():
         raise UserError(f"{save_path}: this file exists already; give another as --save-path.")
@@ -219,11 +190,7 @@ def run_converter(command: list[str], made: Path) -> None:
 
 
 def check_known(command: list[str], path: Path) -> None:
-    """Check that convert_hf_to_gguf.py, started by `command`, lists the class of the model in `path`.
-
-    Raises:
-        UserError: It does not; the message names the family.
-    """
+    """Refuse a model in `path` whose class convert_hf_to_gguf.py, started by `command`, does not list."""
     config = read_json(path / "config.json")
     wanted = (config.get("architectures") or [None])[0]
     done = _run([*command, "--print-supported-models"])

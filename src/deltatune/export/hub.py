@@ -9,11 +9,7 @@ from ..errors import UserError, first_line, reason
 
 
 def check_name(name: str) -> None:
-    """Check the name of a repository before any work is done for it.
-
-    Raises:
-        UserError: The hub would not accept it.
-    """
+    """Refuse a name of a repository that the hub would not accept, before any work is done for it."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -26,17 +22,9 @@ def check_name(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload all files of a folder to a repository, which is created as a private one if it does not exist.
+    """Upload all files of a folder to the repository owner/name, made as a private one if need be; return its address.
 
-    Args:
-        folder: The folder.
-        name: The repository, owner/name.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        UserError: Nobody is logged in, or the hub refuses or cannot be reached. The folder stays as it is.
+    A hub that refuses or cannot be reached is a UserError, and the folder stays as it is.
     """
     from huggingface_hub import HfApi
 

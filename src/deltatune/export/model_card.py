@@ -26,20 +26,10 @@ _LIBRARIES = {"peft": "peft", "mlx": "mlx", "merged": "transformers", "gguf": "g
 
 
 def write_card(folder: Path, target: str, base_model: str, adapter_path: Path, notes: list[str]) -> Path:
-    """Write the card of an export into its folder, in the place of the base's own.
+    """Write the card of an export, of the kind that --to names, into its folder in the place of the base's own.
 
-    Args:
-        folder: The folder of the export.
-        target: The kind of the export, as --to names it.
-        base_model: The base model's name or folder.
-        adapter_path: The folder of the adapter, with the files of its run where these are still there.
-        notes: Sentences for the reader.
-
-    Returns:
-        The path of the card.
-
-    Raises:
-        UserError: The card cannot be written.
+    `adapter_path` has the files of the run where these are still there; `notes` are sentences for the reader. Returns
+    the path of the card.
     """
     path = folder / CARD
     try:

@@ -16,7 +16,10 @@ from ..errors import UserError
 Message = dict[str, Any]
 
 # The content of each role's messages. A template that changes or drops one of them cannot be written for Ollama.
-_SYSTEM, _USER, _ASSISTANT, _TOOL = "SYSTEMTEXT", "USERTEXT", "ASSISTANTTEXT", "TOOLTEXT"
+_SYSTEM = "SYSTEMTEXT"
+_USER = "USERTEXT"
+_ASSISTANT = "ASSISTANTTEXT"
+_TOOL = "TOOLTEXT"
 _CONTENTS = {"system": _SYSTEM, "user": _USER, "assistant": _ASSISTANT, "tool": _TOOL}
 # Marks around the reasoning of an answer. Ollama hands an answer back with both, in its content.
 _THINKING = ("<think>", "</think>")
@@ -24,14 +27,11 @@ _THINKING = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Turns:
-    """The text that a chat template writes around the contents of messages.
+    """The text that a chat template writes around the contents of messages."""
 
-    Attributes:
-        around: The text before and behind a message, by its role. A message of another role leaves no text.
-        opening: The text behind the last message, which begins the answer.
-    """
-
+    # The text before and behind a message, by its role. A message of another role leaves no text.
     around: Mapping[str, tuple[str, str]]
+    # The text behind the last message, which begins the answer.
     opening: str
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -55,19 +55,13 @@ def write_modelfile(
     options: Mapping[str, Any] | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """Write a Modelfile for a GGUF file beside it.
+    """Write a Modelfile for a GGUF file beside it; return sentences for the user.
 
-    Args:
-        path: The file to write.
-        gguf: The GGUF file.
-        tokenizer: mlx-lm's wrapper of the model's tokenizer.
-        options: The variables of the chat template with which the model was trained.
-        more: Further texts at which an answer ends.
-
-    Returns:
-        Sentences for the user.
+    `options` are the variables of the chat template with which the model was trained, and `more` are further texts at
+    which an answer ends.
     """
-    lines, notes = [f"FROM ./{gguf.name}"], []
+    lines = [f"FROM ./{gguf.name}"]
+    notes = []
     if not tokenizer.has_chat_template:
         notes.append("The model has no chat template, so its Modelfile names the file alone.")
     else:
@@ -92,14 +86,8 @@ def write_modelfile(
 def turns(tokenizer: Any, options: Mapping[str, Any] | None = None) -> tuple[Turns | None, list[str]]:
     """Find the texts that the chat template writes around messages, where they are the same for every conversation.
 
-    They are found in short conversations, and compared with the text of the chat template for others.
-
-    Args:
-        tokenizer: mlx-lm's wrapper of a tokenizer that has a chat template.
-        options: The variables of the chat template.
-
-    Returns:
-        The texts, and no name; or None, and names of the messages that the chat template writes in another way.
+    They are found in short conversations, and compared with the text of the chat template for others. Returns the texts
+    and no name; or None, and names of the messages that the chat template writes in another way.
     """
 
     def written(messages: Sequence[Message]) -> str | None:

@@ -98,16 +98,12 @@ RECORDS: dict[str, FamilyRecord] = {
 
 @dataclass(frozen=True)
 class AdaptedPlace:
-    """The module or parameter in transformers that an adapter of MLX adapts.
-
-    Args:
-        module: The path of the module.
-        parameter: The parameter of that module, where PEFT adapts a parameter instead of the module.
-        matrix: For an expert layer's `gate_up_proj`, which of its halves: "gate" or "up".
-    """
+    """The module or parameter in transformers that an adapter of MLX adapts."""
 
     module: str
+    # The parameter of that module, where PEFT adapts a parameter instead of the module.
     parameter: str | None = None
+    # For an expert layer's `gate_up_proj`, which of its halves: "gate" or "up".
     matrix: str | None = None
 
 
@@ -116,11 +112,7 @@ Places = dict[tuple[str, str | None, str | None], str]
 
 
 class TransformersNames:
-    """The names that transformers gives to the modules of one checkpoint.
-
-    Args:
-        config: The content of the checkpoint's config.json.
-    """
+    """The names that transformers gives to the modules of the checkpoint with the config.json `config`."""
 
     def __init__(self, config: dict[str, Any]):
         self._model_type: str = config["model_type"]
@@ -133,11 +125,7 @@ class TransformersNames:
         }
 
     def place(self, path: str) -> AdaptedPlace:
-        """Find the place of the module `path` of mlx-lm or mlx-vlm.
-
-        Raises:
-            UserError: The family has no record, and its names may differ.
-        """
+        """Find the place of the module `path` of mlx-lm or mlx-vlm; a family whose names may differ is a UserError."""
         record = self._record
         expert = _EXPERT.match(path)
         if record is None and (expert or not _PLAIN.match(path)):
@@ -196,15 +184,9 @@ def short(module: str) -> str:
 
 
 def check_layout(names: Iterable[str], model_path: Path, purpose: str) -> None:
-    """Check that the tensors of a checkpoint have the names of Hugging Face, not those of a conversion to MLX.
+    """Refuse a checkpoint whose tensors have the names, or the quantised format, of a conversion to MLX.
 
-    Args:
-        names: The names of the checkpoint's tensors.
-        model_path: Its folder, for the message.
-        purpose: The reader that needs these names, as a clause.
-
-    Raises:
-        UserError: They are MLX's names, or tensors are quantised in MLX's format.
+    `purpose` is a clause on the reader that needs Hugging Face's names.
     """
     for name in names:
         if ".switch_mlp." in name or name.startswith(("language_model.model.", "vision_tower.")):

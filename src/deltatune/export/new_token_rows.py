@@ -28,29 +28,23 @@ _TABLES = ("embed_tokens", "lm_head")
 def to_peft_rows(
     model: nn.Module, names: TransformersNames, root: str
 ) -> tuple[dict[str, mx.array], dict[str, list[int]], list[str]]:
-    """Convert the rows for new tokens of a model.
+    """Convert the rows for new tokens of a model; a head with a bias, for which PEFT has none, is a UserError.
 
-    Args:
-        model: A model, with or without such rows.
-        names: The names that transformers gives to its modules.
-        root: PEFT's prefix of the path of a module.
-
-    Returns:
-        The tensors by PEFT's names, the content of `trainable_token_indices`, and sentences for the user.
-
-    Raises:
-        UserError: The head has a bias, for which PEFT has no such rows.
+    Returns the tensors by PEFT's names behind `root`, the content of `trainable_token_indices`, and sentences for the
+    user.
     """
     tensors: dict[str, mx.array] = {}
     indices: dict[str, list[int]] = {}
-    rows, grows = 0, False
+    rows = 0
+    grows = False
     for path, table in grown_tables(model).items():
         if "new_bias" in table:
             raise UserError(
                 f"{path}: the adapter has new entries of a bias, for which PEFT has no form. Write a full checkpoint "
                 "with --to merged."
             )
-        module, rows = names.place(path).module, table.rows
+        module = names.place(path).module
+        rows = table.rows
         tensors[f"{root}.{module}{_ROWS}"] = table.new_rows
         indices[short(module)] = list(range(table.first, table.end))
         grows = rows > table.base["weight"].shape[0]
@@ -70,18 +64,8 @@ def take_rows(
 ) -> dict[str, mx.array]:
     """Take the rows for new tokens, and tables that PEFT saved whole with them, out of the tensors of an adapter.
 
-    Args:
-        tensors: The tensors of a PEFT adapter, from which those of tables of tokens are removed.
-        config: The content of its adapter_config.json.
-        places: The places of the model's modules.
-        modules: The modules of the model by path.
-        where: The adapter's folder, for messages.
-
-    Returns:
-        The rows behind the last row of each table, by paths of MLX.
-
-    Raises:
-        UserError: The rows belong to tokens that the model has already, or to one of two tables only.
+    `config` is the content of its adapter_config.json, and `where` its folder. Returns the rows behind the last row of
+    each table, by paths of MLX. Rows of tokens that the model has already, or of one of two tables, are a UserError.
     """
     option = config.get(OPTION)
     if not option:
@@ -177,11 +161,7 @@ def _check_whole_table(name: str, saved: mx.array, table: nn.Module, new_rows: i
 
 
 def install_rows(model: nn.Module, rows: Mapping[str, mx.array]) -> None:
-    """Add rows for new tokens to the tables of `model`, by path.
-
-    Raises:
-        UserError: A table cannot have new rows, or its rows are of another width.
-    """
+    """Add rows for new tokens to the tables of `model`, by path; rows of another width are a UserError."""
     add_rows(model, {path: len(values) for path, values in rows.items()})
     for path, table in grown_tables(model).items():
         if rows[path].shape != table.new_rows.shape:

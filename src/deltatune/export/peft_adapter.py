@@ -37,13 +37,7 @@ _ROOT = "base_model.model"
 
 @dataclass
 class PeftAdapter:
-    """An adapter in PEFT's terms.
-
-    Attributes:
-        tensors: The content of adapter_model.safetensors.
-        config: The content of adapter_config.json.
-        notes: Sentences for the user about differences in PEFT's behaviour.
-    """
+    """An adapter in PEFT's terms: the content of its two files, and notes on differences in PEFT's behaviour."""
 
     tensors: dict[str, mx.array]
     config: dict[str, Any]
@@ -58,25 +52,17 @@ def write_peft(
     *,
     one_alpha: bool = False,
 ) -> PeftAdapter:
-    """Convert an adapter to PEFT's format and write it to a folder.
+    """Convert an adapter to PEFT's format and write it to a folder, which must not hold an adapter yet.
 
-    Args:
-        model_path: The checkpoint that was trained, in Hugging Face's layout or MLX's, quantised or not.
-        adapter_path: The folder of the adapter.
-        save_path: The folder to write, which must not hold an adapter yet.
-        base_model: The name or folder of the model on which PEFT is to load the adapter; the default is `model_path`.
-        one_alpha: Whether lora_B is scaled in place of an `alpha_pattern`, which llama.cpp does not read.
-
-    Raises:
-        UserError: PEFT cannot express the adapter, or a file is damaged or exists already.
-
-    Example:
-        >>> write_peft("Qwen/Qwen3.5-0.8B", "adapters", "adapters-peft").config["target_modules"]
+    The checkpoint that was trained may be in Hugging Face's layout or MLX's, quantised or not; PEFT is to load the
+    adapter on `base_model`, by default that checkpoint. With `one_alpha`, lora_B is scaled in place of an
+    `alpha_pattern`, which llama.cpp does not read. An adapter that PEFT cannot express is a UserError.
     """
     save_path = Path(save_path)
     if (save_path / PEFT_CONFIG).exists():
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
-    path, adapter_path = locate(model_path), Path(adapter_path)
+    path = locate(model_path)
+    adapter_path = Path(adapter_path)
     if read_config(adapter_path).get("fine_tune_type") == "full":
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
     model = load_base(path, adapter_path)
@@ -115,17 +101,12 @@ def _give_one_alpha(adapters: list[Any]) -> None:
 
 
 def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str) -> PeftAdapter:
-    """Convert the adapters on `model`.
+    """Convert the adapters on `model`, for the base that PEFT loads from `base_model`.
 
-    Args:
-        model: A model with adapters.
-        config: The content of the checkpoint's config.json.
-        base_model: The name or folder that PEFT loads the base from.
-
-    Raises:
-        UserError: PEFT cannot express an adapter, or the names of the family are not known.
+    `config` is the content of the checkpoint's config.json. An adapter that PEFT cannot express is a UserError.
     """
-    names, exported = TransformersNames(dict(config)), _Collected()
+    names = TransformersNames(dict(config))
+    exported = _Collected()
     tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
     experts: dict[str, dict[str, Adapter]] = {}
     for path, adapter in adapters(model).items():
@@ -163,7 +144,8 @@ def _name_class(adapter: PeftAdapter, config: Mapping[str, Any]) -> None:
     AutoModelForCausalLM makes a model of the language part alone, with other names, and PEFT then loads nothing and
     only warns. PEFT's own Auto classes take the class of `auto_mapping` where no task is given.
     """
-    architecture, family = (config.get("architectures") or [None])[0], config["model_type"]
+    architecture = (config.get("architectures") or [None])[0]
+    family = config["model_type"]
     if "text_config" not in config or architecture is None:
         return
     library = f"transformers.models.{family}.modeling_{family}"

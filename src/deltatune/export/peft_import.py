@@ -57,38 +57,25 @@ _EXPERTS_BY_INPUT = (0, 20)
 
 @dataclass
 class ImportedAdapter:
-    """An adapter of PEFT on the modules of an MLX model.
+    """An adapter of PEFT on the modules of an MLX model, by their paths."""
 
-    Attributes:
-        factors: The arrays of each module's adapter by its path: lora_a, lora_b and, for DoRA, m.
-        scales: The factor of each update.
-        dropout: The dropout of all.
-        dora: Whether the adapters are DoRA's.
-        new_rows: By path of a table of tokens, the rows of new tokens.
-    """
-
+    # lora_a, lora_b and, for DoRA, m.
     factors: dict[str, dict[str, mx.array]] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     dora: bool = False
+    # The rows of new tokens, by path of a table of tokens.
     new_rows: dict[str, mx.array] = field(default_factory=dict)
 
 
 def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | Path) -> ImportedAdapter:
     """Convert an adapter of PEFT for a checkpoint that MLX loads, and write it as deltatune and mlx-lm save theirs.
 
-    Args:
-        model_path: The checkpoint, in Hugging Face's layout or MLX's, quantised or not.
-        peft_path: The folder with PEFT's adapter_config.json and adapter_model.safetensors.
-        save_path: The folder to write.
-
-    Raises:
-        UserError: The adapter is not LoRA or DoRA, has parts that MLX's format cannot express, or is for another model.
-
-    Example:
-        >>> import_peft("mlx-community/Qwen3-0.6B-4bit", "adapters-peft", "adapters").dora
+    The checkpoint is in Hugging Face's layout or MLX's, quantised or not. An adapter that is not LoRA or DoRA, has
+    parts that MLX's format cannot express, or is for another model, is a UserError.
     """
-    peft_path, path = Path(peft_path), locate(model_path)
+    peft_path = Path(peft_path)
+    path = locate(model_path)
     config, tensors = _read(peft_path)
     if any(".visual." in name for name in tensors):
         model = load_vision_tower(path)
@@ -213,7 +200,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 class _Gathered:
     def __init__(self, config: Mapping[str, Any], places: Places, modules: Mapping[str, nn.Module]):
-        self._config, self._places, self._modules = config, places, modules
+        self._config = config
+        self._places = places
+        self._modules = modules
         self.factors: dict[str, dict[str, mx.array]] = {}
         self.scales: dict[str, float] = {}
         # Modules of the adapter that the model has not.
@@ -241,7 +230,8 @@ class _Gathered:
                 self.factors[path]["m"] = leaves["magnitude_vector"].reshape(-1)
 
     def _set(self, path: str, a: mx.array, b: mx.array, scale: float) -> None:
-        self.factors[path], self.scales[path] = {"lora_a": a, "lora_b": b}, scale
+        self.factors[path] = {"lora_a": a, "lora_b": b}
+        self.scales[path] = scale
 
     def _scale(self, name: str, rank: int) -> float:
         """The factor of the update of the module or parameter `name`, by PEFT's rules."""
@@ -264,7 +254,8 @@ class _Gathered:
             self.strangers.append(name)
             return
         matrix = self._modules[first]
-        experts, rows = matrix["weight"].shape[0], matrix["weight"].shape[1] * len(halves)
+        experts = matrix["weight"].shape[0]
+        rows = matrix["weight"].shape[1] * len(halves)
         if leaves["A"].shape[0] % experts or leaves["B"].shape[1] % experts:
             self.strangers.append(f"{name} (not of {experts} experts)")
             return
@@ -339,7 +330,8 @@ class _Gathered:
         path = self._places.get(("embed_tokens", None, None))
         if any(name == "lm_head" for name, _, _ in self._places):
             return
-        embedding, head = self.factors.get(path or ""), self._head
+        embedding = self.factors.get(path or "")
+        head = self._head
         if embedding is None and head is None:
             return
         same = (

@@ -45,15 +45,7 @@ ORDER = (
 
 
 def copy(name: str, path: Path | None) -> Path:
-    """Write a recipe and return its path.
-
-    Args:
-        name: The recipe's name, with or without .yaml.
-        path: The new file, or a folder for it; None takes NAME.yaml here.
-
-    Raises:
-        UserError: There is no such recipe, or the file exists.
-    """
+    """Write a recipe to a new file, or to a folder for it, by default NAME.yaml here; return its path."""
     by_name = {recipe.name: recipe for recipe in recipes()}
     name = name.removesuffix(".yaml").lower()
     if name not in by_name:

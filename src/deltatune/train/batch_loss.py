@@ -56,9 +56,7 @@ class Arrays(NamedTuple):
 def chunked_loss(backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]) -> LossFunction:
     """Make a cross-entropy loss that never holds the logits of all tokens at once.
 
-    Args:
-        backbone: The model up to its head: inputs [B, T] (and images) -> hidden states [B, T, D].
-        head: Its head: hidden states -> logits.
+    `backbone` is the model up to its head: inputs [B, T] (and images) -> hidden states [B, T, D].
     """
 
     def loss(
@@ -84,12 +82,7 @@ def full_loss(model: nn.Module) -> LossFunction:
 
 
 def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = None) -> Arrays:
-    """Convert a batch to MLX arrays.
-
-    Args:
-        batch: The batch.
-        tower: A frozen vision tower, which is then run here and not in the step.
-    """
+    """Convert a batch to MLX arrays; a frozen vision `tower` runs here, and not in the step."""
     packed = None if batch.segments is None else mx.array(batch.segments)
     images = None
     if batch.images is not None:
@@ -103,15 +96,10 @@ def arrays(batch: Batch, tower: Callable[[VisionBatch], VisionArrays] | None = N
 
 
 def counted_positions(weights: np.ndarray) -> np.ndarray | None:
-    """Return the positions that need logits: those with a weight other than 0, which excludes images and prompts.
+    """Return the positions that need logits in the flattened batch, ascending, int32; None if all do.
 
-    Other positions fill the result up to a multiple of a quarter of all, so that only few shapes are compiled.
-
-    Args:
-        weights: The weights of the targets, [B, T].
-
-    Returns:
-        Positions in the flattened batch, ascending, int32; None if all positions would be returned.
+    They are those with one of the `weights` [B, T] other than 0, which excludes images and prompts. Others fill the
+    result up to a multiple of a quarter of all, so that only few shapes are compiled.
     """
     quarter = max(weights.size // _POSITION_COUNTS, 1)
     counted = np.flatnonzero(weights)
@@ -137,19 +125,10 @@ def mean_loss_and_gradients(
     routers: RouterLosses | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[Any, ...]:
-    """Compute the loss of a batch and the gradients of its mean.
+    """Return a batch's sum of losses, its sum of weights, and the gradients of their quotient; 0 if all weights are.
 
-    Args:
-        model: The model.
-        loss: The loss.
-        batch: The batch.
-        parameters: The arrays to differentiate by, which the model uses in the place of its trainable parameters.
-        routers: The loss terms of a mixture's routers; None for a model without routers.
-        lengths: With `routers`, how many positions of each row hold tokens, [B].
-
-    Returns:
-        The sum of losses, the sum of weights, and the gradients of their quotient, which are 0 if all weights are;
-        then the figures of a preference loss and of routers, as one array [2, figures].
+    A preference loss and routers add their figures, as one array [2, figures]. The gradients are by `parameters`, which
+    the model uses in the place of its trainable parameters. With `routers`, `lengths` [B] counts each row's tokens.
     """
 
     def mean(parameters: Any) -> tuple[mx.array, ...]:
@@ -159,7 +138,8 @@ def mean_loss_and_gradients(
         quotient = total / weight_or_one(weight)
         if routers is not None:
             added, reported = routers.of(sums, weight)
-            quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
+            quotient = quotient + added
+            figures = [mx.concatenate([*figures, reported], axis=1)]
         return quotient, total, weight, *figures
 
     trainable = model.trainable_parameters()

@@ -28,11 +28,8 @@ class Compiled:
     says so. On an NVIDIA GPU the kernels of the first call are built side by side, and so are those of the trials
     before it.
 
-    Args:
-        function: The function.
-        inputs: Trees of arrays that it reads besides its arguments.
-        outputs: Trees of arrays that it changes.
-        before_tracing: Is called before each set of shapes is compiled. Compiling may try kernels.
+    `inputs` and `outputs` are trees of arrays that the function reads and changes besides its arguments.
+    `before_tracing` is called before each set of shapes is compiled, which may try kernels.
     """
 
     def __init__(

@@ -84,6 +84,13 @@ class World:
         mx.eval(gathered)
         return gathered
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order. Waits for every rank."""
+        content = text.encode()
+        padded = content.ljust(int(self.largest(len(content))), b"\0")
+        rows = self.gather(mx.array(list(padded), mx.uint8)).tolist()
+        return [bytes(row).rstrip(b"\0").decode() for row in rows]  # type: ignore[union-attr, arg-type]
+
     def do_on_main(self, call: Callable[[], object], task: str) -> None:
         """Call `call` on rank 0, and raise on every rank if it raises a UserError; `task` describes it."""
         problem: UserError | None = None

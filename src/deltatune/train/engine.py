@@ -42,14 +42,7 @@ MOST_TRAINED = 2**28
 class Engine:
     """Advances the training state by one micro-batch at a time.
 
-    Args:
-        state: The training state.
-        ending: It lets another thread save while this one waits for a batch's gradients.
-        config: The options of the run.
-        world: The ranks of the run.
-
-    Attributes:
-        step: The compiled step of `state`.
+    `ending` lets another thread save while this one waits for a batch's gradients.
     """
 
     def __init__(self, state: TrainingState, ending: Ending, config: TrainConfig, world: World):
@@ -66,11 +59,8 @@ class Engine:
         """Compute the gradients of `batch`, and make the update if it is due; return the sums over all ranks.
 
         The gradients are evaluated before the update, so that a failure, such as too little memory, leaves parameters
-        unchanged. So are the numbers, for which a rank waits for the others.
-
-        Args:
-            batch: The batch that the order has handed out.
-            goes_on: Whether another short iteration follows directly; an engine may then start it before this one ends.
+        unchanged. So are the numbers, for which a rank waits for the others. If `goes_on`, another short iteration
+        follows directly, which an engine may start before this one ends.
         """
         numbers = self.added(batch, self.micro_batch(batch))
         with self.ending.waiting():
@@ -110,7 +100,8 @@ class Engine:
 
     def read(self, numbers: mx.array, norm: mx.array | None) -> Advance:
         """Wait for the numbers of an iteration."""
-        return Advance(tuple(as_numpy(numbers).tolist()), None if norm is None else number(norm))
+        loss, weight, tokens, asked, *figures = as_numpy(numbers).tolist()
+        return Advance(loss, weight, tokens, asked, figures, None if norm is None else number(norm))
 
 
 class _Started(NamedTuple):
@@ -124,9 +115,7 @@ class _Started(NamedTuple):
 class EarlyEngine(Engine):
     """An engine that starts the next micro-batch while the GPU computes the present one.
 
-    Args:
-        of_engine: The arguments of Engine.
-        launcher: The thread that evaluates the work of the step, which was made with it.
+    The step was made with `launcher`, the thread that evaluates its work.
     """
 
     def __init__(self, *of_engine: Any, launcher: Launcher):
@@ -142,8 +131,11 @@ class EarlyEngine(Engine):
         before = self.step.before_update()
         try:
             with mx.stream(self._launcher.stream):
+                if not goes_on:
+                    self._launcher.finish()
+                    return super().advance(batch, goes_on)
                 numbers = self.added(batch, self.micro_batch(batch))
-                norm = self._launched_beside(numbers) if goes_on and started else self._launched_here(numbers, goes_on)
+                norm = self._launched_beside(numbers) if started else self._launched_here(numbers)
             return self.read(numbers, norm)
         except BaseException:
             # The update was built before the sums were known to be computed.
@@ -151,23 +143,15 @@ class EarlyEngine(Engine):
             self.state.end_update()
             raise
 
-    def _launched_here(self, numbers: mx.array, goes_on: bool) -> mx.array | None:
-        """Compute the sums, then the update if it is due, then the next micro-batch if one follows; return the norm.
-
-        Unless one follows, each is evaluated to its end before the next is built.
-        """
+    def _launched_here(self, numbers: mx.array) -> mx.array | None:
+        """Launch the sums, then the update if it is due, then the next micro-batch; return the norm."""
         completes = self.completes
         self._launcher.finish()
-        if goes_on:
-            mx.async_eval(self.state.sums, numbers)
-        else:
-            with self.ending.waiting():
-                mx.eval(self.state.sums, numbers)
+        mx.async_eval(self.state.sums, numbers)
         norm = self.updated()
-        (mx.async_eval if goes_on else mx.eval)(self.step.parameters(), self.step.optimizer.state, norm)
-        if goes_on:
-            self._start_next(completes)
-            self._launch_started(mx.async_eval)
+        mx.async_eval(self.step.parameters(), self.step.optimizer.state, norm)
+        self._start_next(completes)
+        self._launch_started(mx.async_eval)
         return norm
 
     def _launched_beside(self, numbers: mx.array) -> mx.array | None:
@@ -193,7 +177,8 @@ class EarlyEngine(Engine):
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         """Compute the present micro-batch, which may have been started already."""
-        started, self._started = self._started, None
+        started = self._started
+        self._started = None
         if started is None or started.batch is not batch:
             self.settle()
             return super().micro_batch(batch)

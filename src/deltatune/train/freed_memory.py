@@ -33,7 +33,8 @@ class FreedMemory:
     """
 
     def __init__(self, threshold: int | None = None, limit: int | None = None):
-        self._threshold, self._limit = threshold, limit
+        self._threshold = threshold
+        self._limit = limit
         self._peak = 0
         # MLX's own limit, and the most that it may be while the block runs.
         self._own_limit = self._most = 0

@@ -63,17 +63,8 @@ class Callbacks(NamedTuple):
 class Parts:
     """The parts of a run before its model is patched.
 
-    Attributes:
-        model: The model; its trainable parameters are trained in place.
-        config: The options of the run.
-        world: The ranks that train together.
-        screen: Where progress is printed.
-        outputs: The files of the run.
-        valid_order: The batches of an evaluation, where there are validation examples.
-        samples: The prompts that are answered on the way.
-        reporting: The reports of the run.
-        weights: The store of the layers' weights, where `config.memory` bounds the run.
-        callbacks: The functions of the caller.
+    `valid_order` are the batches of an evaluation, where there are validation examples; `weights` is the store of the
+    layers' weights, where `config.memory` bounds the run.
     """
 
     model: nn.Module
@@ -89,16 +80,7 @@ class Parts:
 
 
 class Iterations:
-    """Runs the iterations of a run.
-
-    Args:
-        parts: The parts of the run.
-        engine: Computes micro-batches and updates of the training state.
-        saving: Saves the run.
-        ending: Ends the run early.
-        trained: The loss and the layers of the model as the patches made them (setup.training).
-        freed_memory: Gives freed memory back between iterations.
-    """
+    """Runs the iterations of a run; `trained` has the loss and layers of the patched model (setup.training)."""
 
     def __init__(
         self,
@@ -133,7 +115,8 @@ class Iterations:
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
-        config, progress = self.parts.config, self.progress
+        config = self.parts.config
+        progress = self.progress
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
         while True:
@@ -170,14 +153,17 @@ class Iterations:
         return at > 0 and at % self.parts.config.save_every == 0 and at != self._saving.saved
 
     def _evaluation_is_due(self) -> bool:
-        config, at = self.parts.config, self.progress.iteration
+        config = self.parts.config
+        at = self.progress.iteration
         if self.parts.valid_order is None or config.val_batches == 0 or self.progress.evaluated == at:
             return False
         return at == 0 or at % config.steps_per_eval == 0 or at >= config.iters
 
     def _evaluate(self) -> bool:
         """Evaluate and report; return False if interrupted, so that a resumed run starts with this evaluation."""
-        parts, progress, started = self.parts, self.progress, time.perf_counter()
+        parts = self.parts
+        progress = self.progress
+        started = time.perf_counter()
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
@@ -199,7 +185,8 @@ class Iterations:
         parts.reporting.report(progress, record, best=best)
         self._call(parts.callbacks.on_evaluation, record)
         if best:
-            progress.best_loss, progress.evaluations_without_gain = loss, 0
+            progress.best_loss = loss
+            progress.evaluations_without_gain = 0
             progress.best_iteration = progress.iteration
             # Before the first iteration nothing is trained: the model as it came is not worth a copy.
             if progress.iteration:
@@ -215,7 +202,8 @@ class Iterations:
 
     def _saved_before(self, error: UserError) -> UserError:
         self._ending.in_order()
-        at, folder = self.progress.iteration, self.parts.outputs.state.parent
+        at = self.progress.iteration
+        folder = self.parts.outputs.state.parent
         if at == 0:
             return error
         self._saving.save_last_update()
@@ -264,7 +252,8 @@ class Iterations:
 
     def _iterate(self) -> bool:
         """Run a micro-batch, and the update if it is due; return whether any rank was asked to stop."""
-        progress, started = self.progress, time.perf_counter()
+        progress = self.progress
+        started = time.perf_counter()
         if progress.micro_batches == 0:
             self._batches = []
         self.state.begin_micro_batch()
@@ -273,20 +262,20 @@ class Iterations:
         except InterruptedSamplingError:
             return True
         self._batches.append(batch)
-        (loss_sum, weight_sum, all_tokens, asked, *reported), norm = self._engine.advance(batch, self._goes_on())
+        advance = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1
-        if not math.isfinite(loss_sum) or (norm is not None and not math.isfinite(norm)):
-            self._fail(loss_sum, norm)
-        if norm is not None:
-            progress.grad_norm = norm
+        if not (math.isfinite(advance.loss) and math.isfinite(advance.norm or 0.0)):
+            self._fail(advance.loss, advance.norm)
+        if advance.norm is not None:
+            progress.grad_norm = advance.norm
             self.state.end_window()
-        progress.add(loss_sum, weight_sum, all_tokens, reported)
+        progress.add(advance)
         self._freed_memory.after_iteration()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
-        loss = loss_sum / weight_sum if weight_sum else None
-        self.parts.reporting.iteration(progress, seconds, int(all_tokens), loss)
-        return asked > 0
+        loss = advance.loss / advance.weight if advance.weight else None
+        self.parts.reporting.iteration(progress, seconds, int(advance.tokens), loss)
+        return advance.asked > 0
 
     def _next_batch(self) -> Batch:
         """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
@@ -302,7 +291,8 @@ class Iterations:
 
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""
-        parts, at = self.parts, self.progress.iteration + 1
+        parts = self.parts
+        at = self.progress.iteration + 1
         config = parts.config
         if at >= config.iters or self._ending.stop.asked or parts.reporting.last_seconds > LONGEST:
             return False
@@ -329,7 +319,8 @@ class Iterations:
 
     def _fail(self, loss: float, norm: float | None) -> None:
         """Raise for a loss or gradient that is not finite, after saving the last good state and finding the cause."""
-        parts, at = self.parts, self.progress.iteration
+        parts = self.parts
+        at = self.progress.iteration
         parts.screen.stop()
         self._engine.settle()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"

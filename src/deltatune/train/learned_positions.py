@@ -69,17 +69,9 @@ def _scales_by_length(rotary: nn.Module) -> bool:
 
 
 def check_positions(model: nn.Module, max_seq_length: int, examples: Iterable[Any]) -> None:
-    """Check that the model has a position for every token of padded batches of examples.
-
-    Args:
-        model: The model.
-        max_seq_length: The longest row.
-        examples: Examples with `positions` and `source`.
-
-    Raises:
-        UserError: It has not; the message names the first such example.
-    """
-    most, why = learned_positions(model), "the model has learned {:,}"
+    """Refuse examples (with `positions` and `source`) for whose padded rows the model has too few positions."""
+    most = learned_positions(model)
+    why = "the model has learned {:,}"
     if most is None:
         most = unscaled_positions(model)
         why = "beyond {:,} the model's rotary positions depend on the length of the row, its padding included"

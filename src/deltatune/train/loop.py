@@ -67,23 +67,19 @@ from .updates.routers import router_figures
 
 @dataclass(frozen=True)
 class Bounds:
-    """The decisions of a plan, with which a run stays within the memory of the device, or within `config.memory`.
+    """The decisions of a plan, with which a run stays within the memory of the device, or within `config.memory`."""
 
-    Attributes:
-        said: Lines for the user: the plan, or why there is none on this version of MLX.
-        checkpoints: The layers to recompute where `config.grad_checkpoint` is auto; None elsewhere.
-        memory_limit: The bytes from which on MLX waits for queued work; None for its own limit.
-        feature_bytes: The main memory that cached features of images may take; None for none where layers stay on the
-            disk, and for 1 GiB elsewhere.
-        weights: The store of the layers' weights; None where all of them stay in memory.
-        teacher: The same of a teacher's layers.
-    """
-
+    # Lines for the user: the plan, or why there is none on this version of MLX.
     said: Sequence[Fact | str] = ()
+    # The layers to recompute where `config.grad_checkpoint` is auto; None elsewhere.
     checkpoints: Checkpoints | None = None
+    # The bytes from which on MLX waits for queued work; None for its own limit.
     memory_limit: int | None = None
+    # The main memory of cached features of images; None for none where layers stay on the disk, and 1 GiB elsewhere.
     feature_bytes: int | None = None
+    # The store of the layers' weights; None where all of them stay in memory.
     weights: Store | None = None
+    # The store of the weights of a teacher's layers, likewise.
     teacher: Store | None = None
 
 
@@ -149,7 +145,8 @@ class Trainer:
             # A continued run takes its adapters from its state, whatever it began with.
             load_adapter_weights(model, config.resume_adapter_file, compare=not config.resume)
         check = partial(_check_examples, model, tokenizer, config)
-        self.splits, self._train_order = splits, training_order(splits, config, world, check)
+        self.splits = splits
+        self._train_order = training_order(splits, config, world, check)
         config = settled(config, splits, self._train_order)
         if config.epochs is not None:
             check_updates(config)
@@ -198,25 +195,29 @@ class Trainer:
             UserError: For anything that the user can correct, such as a loss that is not finite or a full disk.
             StoppedError: After Ctrl-C or SIGTERM, with the state saved.
         """
-        parts, weights = self.parts, self.parts.weights or self._bounds.teacher
+        weights = self.parts.weights or self._bounds.teacher
         with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
             result = self._trained()
             if weights is not None:
-                parts.screen.say(weights.disk.said(result.seconds))
+                self.parts.screen.say(weights.disk.said(result.seconds))
             if self.config.test:
                 self._say_test()
         return result
 
     def _say_test(self) -> None:
         """Print the loss on the test set, or the reward where the run samples its answers."""
-        parts, examples = self.parts, self.splits.test
+        parts = self.parts
         if self._rewards is not None:
-            say_reward("Test", self._answering, self.config, examples, self._rewards, parts.world, parts.screen)
+            model = self._answering
+            say_reward("Test", model, self.config, self.splits.test, self._rewards, parts.world, parts.screen)
             return
-        say_loss("Test", self.model, self.config, examples, parts.world, parts.screen, parts.weights)
+        say_loss("Test", self.model, self.config, self.splits.test, parts.world, parts.screen, parts.weights)
 
     def _trained(self) -> Result:
-        parts, config, model, progress = self.parts, self.config, self.model, self.progress
+        parts = self.parts
+        config = self.config
+        model = self.model
+        progress = self.progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._folder)
             stack.enter_context(awake())
@@ -269,15 +270,15 @@ class Trainer:
         return result
 
     def _order(self, trained: Training, ending: Ending) -> TrainingOrder:
-        data, config = self._train_order, self.config
-        if not config.samples_answers:
+        data = self._train_order
+        if not self.config.samples_answers:
             return PeekableOrder(data)
         if not has_row_caches(self.model):
             self.parts.screen.say(
                 "Sampling: by mlx-lm's BatchGenerator, since the attention has caches of other kinds."
             )
         losses = trained.token_losses
-        return sampled_order(self._answering, config, data, losses, self._rewards, ending, self.parts.world)
+        return sampled_order(self._answering, self.config, data, losses, self._rewards, ending, self.parts.world)
 
     @property
     def _answering(self) -> Loaded:
@@ -293,12 +294,11 @@ class Trainer:
         return self.parts.reporting.about
 
     def _announce(self, trained: Training, chosen: Rankings) -> None:
-        parts, splits = self.parts, self.splits
-        screen, verbose = parts.screen, parts.screen.verbose
-        told = announce.facts(
-            parts.model, parts.config, splits, trained, self._train_order, parts.world, verbose=verbose
-        )
-        for fact in [*told, *announce.implementations(chosen)]:
+        parts = self.parts
+        screen = parts.screen
+        of_run = parts.model, parts.config, self.splits, trained, self._train_order, parts.world
+        facts = announce.facts(*of_run, verbose=screen.verbose)
+        for fact in [*facts, *announce.implementations(chosen)]:
             screen.say(fact)
         screen.panel("deltatune train")
         screen.expect([*trained.figures, *router_figures(parts.model)])
@@ -307,7 +307,9 @@ class Trainer:
 
     def _open(self, saving: Saving, trained: Training) -> None:
         """Continue a saved run or start a new one, then open its metrics and services."""
-        parts, config, world = self.parts, self.parts.config, self.parts.world
+        parts = self.parts
+        config = self.parts.config
+        world = self.parts.world
         path = parts.outputs.state
         has_state = state.exists(path)
         ranks_with_state = world.sum_numbers(float(has_state))[0]

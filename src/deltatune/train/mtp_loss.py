@@ -26,12 +26,7 @@ def mtp_loss(model: nn.Module, parts: tuple[Callable[..., mx.array], nn.Module],
 
     With the option `mtp: true` the loss is the model's alone, as in any other run, while the gradient is that of the
     model's loss plus `mtp_weight` times the head's sum of losses, over the same number of tokens. With `only` both are
-    the head's.
-
-    Args:
-        model: The model with its head (models/mtp.py).
-        parts: The backbone and the output head of the model (models/head.py).
-        config: The options of the run.
+    the head's. `parts` are the backbone and the output head of the model (models/head.py).
 
     Source: https://arxiv.org/abs/2412.19437, section 2.2.
     """
@@ -41,7 +36,8 @@ def mtp_loss(model: nn.Module, parts: tuple[Callable[..., mx.array], nn.Module],
     def loss(inputs: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, ...]:
         hidden = backbone(inputs)
         drafted = ahead(hidden if config.mtp_trunk_gradient else mx.stop_gradient(hidden), targets)
-        after, counted = _next(targets), _next(weights) * _same_document(targets)
+        after = _next(targets)
+        counted = _next(weights) * _same_document(targets)
         of_head, count = linear_cross_entropy(head, drafted, after, counted)
         accepted = [mx.array(0.0), mx.array(0.0)]
         if not model.training:

@@ -27,10 +27,9 @@ _LARGEST_USUAL = 0.1
 
 
 def check_options(config: TrainConfig) -> list[str]:
-    """Check the optimizer, the loss and the number of updates, as far as possible without a model and data.
+    """Refuse options that are unknown, wrong or not read, and a run without an update; return notes on unlikely ones.
 
-    Return notes on settings that are possible, and hardly meant. UserError where a setting is unknown, wrong or not
-    read, or the run would make no update.
+    The model and the data need not be known.
     """
     refuse_unread(TRAINING, changed_options(config), config, Facts())
     optimizer = build_optimizer(config)
@@ -55,8 +54,9 @@ def check_options(config: TrainConfig) -> list[str]:
 
 
 def check_updates(config: TrainConfig) -> None:
-    """Raise a UserError on a run that makes no update, or a single one at a learning rate of 0; its iters are final."""
-    accumulated, iterations = config.grad_accumulation_steps, config.iters
+    """Refuse a run of `config.iters` iterations without an update, or with a single one at a learning rate of 0."""
+    accumulated = config.grad_accumulation_steps
+    iterations = config.iters
     if iterations < accumulated:
         raise UserError(
             f"grad_accumulation_steps: {accumulated:,} iterations make one update, and the run has {iterations:,}, so "
@@ -77,11 +77,10 @@ _CHOICE = {"keys", "exclude", "layers", "layer_kinds", "num_layers", "parts"}
 
 
 def check_trainable(model: nn.Module, config: TrainConfig) -> None:
-    """Compare the trainable parameters of a model with the options.
+    """Refuse a model whose trainable parameters are not those of the options.
 
     The kind of training is compared always; the choice of modules, the ranks, scales, dropout and start of adapters
-    where their options are not at the defaults, which leave them to convert_to_lora. UserError where the model trains
-    something else.
+    where their options are not at the defaults, which leave them to convert_to_lora.
     """
     kind = config.fine_tune_type
     by_path = adapters(model)

@@ -19,20 +19,16 @@ class Progress:
         micro_batches: The micro-batches since the last update.
         evaluated: The iteration after which the last evaluation was made; -1 if none was.
         sampled: The iteration after which sample_prompts were last answered; -1 if they never were.
-        trained_tokens: The tokens trained on, over all ranks.
-        seconds: The time spent in iterations.
+        trained_tokens: The tokens trained on, over all ranks, in `seconds` spent in iterations.
         train_loss: The loss per token of the last report.
-        val_loss: The loss per token of the last evaluation.
-        best_loss: The lowest loss per token of all evaluations.
-        best_iteration: The iteration after which it was measured; -1 if no evaluation was made.
-        evaluations_without_gain: The evaluations since the lowest loss.
-        window_loss: The sum of losses since the last report, which updates in between do not end.
-        window_weight: The sum of target weights since the last report.
+        val_loss, best_loss: The loss per token of the last evaluation, and the lowest of all evaluations.
+        best_iteration: The iteration after which the lowest was measured; -1 if no evaluation was made.
+        window_loss, window_weight: The sums of losses and target weights since the last report, which updates in
+            between do not end.
         window_figures: The figures of a preference loss since then: sums, and how many answers each is the sum of.
         grad_norm: The gradients' norm of the last update, before clipping.
         metrics_bytes: The length of metrics.jsonl.
         ranks: The number of ranks that saved the state.
-        finished: Whether the run is complete.
         blas_threads: The threads of OpenBLAS, on which the last bits of products depend; 0 for another BLAS.
         checkpointed_layers: The positions of the checkpointed layers where grad_checkpoint is auto, else None. A
             layer that runs in pieces rounds otherwise, so a continuation needs the same.
@@ -82,14 +78,14 @@ class Progress:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(other, name))
 
-    def add(self, loss: float, weight: float, tokens: float, figures: list[float]) -> None:
+    def add(self, advance: Advance) -> None:
         """Add the sums of a micro-batch to those since the last report."""
-        self.window_loss += loss
-        self.window_weight += weight
-        before = self.window_figures or [0.0] * len(figures)
+        self.window_loss += advance.loss
+        self.window_weight += advance.weight
+        before = self.window_figures or [0.0] * len(advance.figures)
         # A new list, since earlier copies of the progress share the old one.
-        self.window_figures = [one + other for one, other in zip(before, figures, strict=True)]
-        self.trained_tokens += tokens
+        self.window_figures = [one + other for one, other in zip(before, advance.figures, strict=True)]
+        self.trained_tokens += advance.tokens
 
     def start_report(self) -> None:
         """Reset the sums, after a report."""
@@ -98,14 +94,16 @@ class Progress:
 
 
 class Advance(NamedTuple):
-    """The figures of one iteration.
+    """The figures of one iteration: sums over all ranks, and the norm of an update's gradients."""
 
-    Attributes:
-        sums: Over all ranks: losses, weights, tokens, ranks that were asked to stop, and a preference loss's figures.
-        norm: The gradients' Euclidean norm before clipping; None if the iteration made no update.
-    """
-
-    sums: tuple[float, ...]
+    loss: float
+    weight: float
+    tokens: float
+    # The ranks that were asked to stop.
+    asked: float
+    # A preference loss's figures and the routers': sums, and how many answers each is the sum of.
+    figures: list[float]
+    # Euclidean, before clipping; None if the iteration made no update.
     norm: float | None
 
 

@@ -24,15 +24,9 @@ from .training_state import TrainingState
 
 
 class Saving:
-    """Saves and restores a run.
+    """Saves and restores a run: its state in place, its metrics with each save, its report after it. Rank 0 writes.
 
-    Args:
-        training: The state of the run, which is saved and restored in place.
-        outputs: The files of the run.
-        reporting: Its metrics are brought to the disk with each save, and its report is written after it.
-        world: The ranks of the run; rank 0 writes.
-        identity: The options and facts that a continuation must share (state.fingerprint).
-        chosen: The implementations that the run has chosen.
+    `identity` are the options and facts that a continuation must share (state.fingerprint).
 
     Attributes:
         saved: The iteration after which the state was last saved; -1 if it never was.
@@ -60,14 +54,10 @@ class Saving:
         self._sound = True
 
     def save(self, *, finished: bool = False, stopping: bool = False) -> None:
-        """Write the weights, then the state, then the report. Every rank must call it, and rank 0 writes.
+        """Write the weights, then the state, then the report; the last report of a `finished` run is left to the run.
 
-        Args:
-            finished: Whether the run is complete; the last report is then left to the run itself.
-            stopping: Whether the run ends here before it is complete.
-
-        Raises:
-            UserError: On every rank, if rank 0 could not write.
+        Every rank must call it, and raises a UserError if rank 0 could not write. A run that is `stopping` ends here
+        before it is complete.
         """
         progress = self._training.progress
         progress.finished = finished
@@ -76,11 +66,7 @@ class Saving:
         self.saved = progress.iteration
 
     def save_best(self, loss: float) -> None:
-        """Write the weights once more, as the best so far. Every rank must call it, and rank 0 writes.
-
-        Raises:
-            UserError: On every rank, if rank 0 could not write.
-        """
+        """Write the weights once more, as the best so far; every rank must call it, as save()."""
         at = self._training.progress.iteration
 
         def save() -> None:
@@ -100,11 +86,7 @@ class Saving:
     def save_last_update(self) -> None:
         """Return to the state after the last update and save it on rank 0, unless all iterations are saved already.
 
-        No rank waits for another.
-
-        Raises:
-            RuntimeError: An update is being made.
-            UserError: If the file system refuses.
+        No rank waits for another. While an update is being made, a RuntimeError is raised.
         """
         self._training.check_complete()
         if self.saved == self._training.progress.iteration:
@@ -119,10 +101,7 @@ class Saving:
     def restore(self) -> list[str]:
         """Restore the run from its state file, or from the one before it if that is damaged; return lines to print.
 
-        Every rank must call it, and all take the same file.
-
-        Raises:
-            UserError: If both files are damaged, or if the one taken belongs to another run.
+        Every rank must call it, and all take the same file. Two damaged files, or one of another run, are a UserError.
         """
         path, lines = self._choose()
         arrays, progress = state.load(path, self._identity)
@@ -185,10 +164,7 @@ def agree_on_choices(chosen: Rankings, world: World) -> None:
     """
     if world.size == 1:
         return
-    text = json.dumps(chosen.names).encode() if world.main else b""
-    length = int(world.largest(len(text)))
-    numbers = world.gather(mx.array(list(text.ljust(length)), mx.int32))
-    main = bytes(numbers[0].tolist())  # type: ignore[arg-type]
+    main = world.gather_texts(json.dumps(chosen.names) if world.main else "")[0]
     if not world.main:
         chosen.names.clear()
         chosen.continue_with(json.loads(main))

@@ -63,10 +63,8 @@ _CHUNKED = "chunked over the vocabulary, logits never held whole"
 class Run:
     """A run with its model and data loaded.
 
-    Attributes:
-        image: Where the first image or video of the data is; None if the data are text only.
-        notes: Notes on known faults of the model that the rows reach.
-        teacher: The model that the loss imitates, where it imitates one.
+    `image` says where the first image or video of the data is, or None if they are text only; `notes` are on known
+    faults of the model that the rows reach; `teacher` is the model that the loss imitates, where it imitates one.
     """
 
     config: TrainConfig
@@ -104,10 +102,10 @@ class Run:
 def ready(
     config: TrainConfig, *, world: World | None = None, lazy: bool = False, adapter_path: str | None = None
 ) -> Run:
-    """Load the model, with an adapter if its folder is given, and the examples that `config` names.
+    """Load the model and the examples that `config` names, with the adapter of the folder `adapter_path`.
 
-    `lazy` leaves weights on the disk, or undrawn, until they are used, and an adapter to the caller. UserError for
-    anything in the options, the model or the data that the user can correct.
+    `lazy` leaves weights on the disk, or undrawn, until they are used, and an adapter to the caller. The ranks of
+    `world` train together; those of the launcher by default.
     """
     if config.train:
         check_options(config)
@@ -280,8 +278,7 @@ def build_step(
 def choose_loss(model: nn.Module, *, compare: bool = True) -> tuple[LossFunction, str]:
     """Choose the loss: chunked over the vocabulary if the model can be split before its head, else over all logits.
 
-    `compare` computes the parts of the model and compares them with the whole. A description of the loss for the user
-    is returned as well.
+    Returns it with a description for the user; `compare` computes the model's parts and compares them with the whole.
     """
     parts, kind = _parts(model, compare)
     return chunked_loss(*parts) if parts else full_loss(model), kind
@@ -336,9 +333,7 @@ def training(
     """Set a trainable model up for training inside the `with` block: patched, and checkpointed if `config` says so.
 
     `compare` checks by computing that the model's parts agree with the whole, and that packed documents do not
-    influence each other. `checkpoints` stand in the place of those that `config.grad_checkpoint` names. UserError where
-    upstream's code runs and results depend on deltatune's, unless `config.force`; where packed documents influence each
-    other in this model; or where no plan has chosen for auto.
+    influence each other. `checkpoints` are recomputed in the place of the layers that `config.grad_checkpoint` names.
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
@@ -350,8 +345,9 @@ def training(
             check_packing(model, row_capacity(config))
         chosen = _checkpoints(len(layers), config, checkpoints)
         if chosen.layers:
-            carried, at_all = carries(model, layers), chosen.layers
-            stack.enter_context(checkpointed([layers[at].module for at in at_all], [carried[at] for at in at_all]))
+            carried = carries(model, layers)
+            modules = [layers[at].module for at in chosen.layers]
+            stack.enter_context(checkpointed(modules, [carried[at] for at in chosen.layers]))
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
         trained = with_loss(model, config, compare, layers, report, compiled)
@@ -383,7 +379,8 @@ def with_loss(
     objective = objective_of(config)
     if objective is None:
         of_policy = _policy_losses(parts, kind, config)
-        loss, figures = rollout_loss(of_policy, config), figures_of(config)
+        loss = rollout_loss(of_policy, config)
+        figures = figures_of(config)
         return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)

@@ -28,33 +28,23 @@ from .updates.routers import RouterLosses, real_lengths, weight_or_one
 
 
 class Sums(NamedTuple):
-    """The sums over the micro-batches since the last update.
+    """The sums of gradients, weighted losses and target weights over the micro-batches since the last update."""
 
-    Attributes:
-        gradients: The tree of summed gradients. It is None at the start if every micro-batch is an update.
-        loss: The sum of weighted losses.
-        weight: The sum of target weights.
-    """
-
+    # A tree; None at the start if every micro-batch is an update.
     gradients: Any
     loss: mx.array
     weight: mx.array
 
 
 class MicroBatch(NamedTuple):
-    """The results of a micro-batch.
-
-    Attributes:
-        loss: The sum of weighted losses.
-        weight: The sum of target weights.
-        gradients: The tree of summed gradients, those of this micro-batch among them. If every micro-batch is an update
-            on a single rank, they are those of the mean loss.
-        figures: A preference loss's figures and then the routers', [2, figures] in one array; no array without either.
-    """
+    """The results of a micro-batch: its sums of weighted losses and of target weights, gradients and figures."""
 
     loss: mx.array
     weight: mx.array
+    # The tree of summed gradients, those of this micro-batch among them. If every micro-batch is an update on a single
+    # rank, they are those of the mean loss.
     gradients: Any
+    # A preference loss's figures and then the routers', [2, figures] in one array; no array without either.
     figures: list[mx.array]
 
 
@@ -78,14 +68,8 @@ class Step:
     micro_batch() is compiled once for each batch shape, update() once. The results are lazy: evaluate them together
     with the model and the optimizer's state.
 
-    Args:
-        model: The model, made trainable.
-        optimizer: The optimizer, which is initialised here.
-        loss: The loss.
-        world: The ranks of the run.
-        update: How updates are made; each from one micro-batch, without clipping, by default.
-        routers: The loss terms of a mixture's routers; None for a model without routers.
-        machine: The resources that the step uses; the main thread and 1 GiB for features by default.
+    The optimizer is initialised here. By default each micro-batch makes an update, without clipping, in the main
+    thread, with 1 GiB for features of images.
 
     Attributes:
         bundles: Which parameters are joined for the optimizer.
@@ -106,8 +90,12 @@ class Step:
     ):
         update = update or updates.UpdateOptions()
         machine = machine or StepMachine()
-        self.model, self.optimizer, self._loss, self._world = model, optimizer, loss, world
-        self._clip, self.routers = update.clip, routers
+        self.model = model
+        self.optimizer = optimizer
+        self._loss = loss
+        self._world = world
+        self._clip = update.clip
+        self.routers = routers
         self._weighted = update.accumulate > 1 or world.size > 1
         self._accumulates = update.accumulate > 1
         parameters = model.trainable_parameters()
@@ -121,7 +109,8 @@ class Step:
         self.random = [mx.random.key(0)]
         self._undone: Any = None
         self._launcher = machine.launcher
-        read, moments = [model.state, self.random], [optimizer.state]
+        read = [model.state, self.random]
+        moments = [optimizer.state]
         before = None if machine.launcher is None else machine.launcher.before_compiling
         self._micro_batch = Compiled(self._trace_micro_batch, read, [self.random], before)
         self._update = Compiled(self._trace_update, moments, moments, before)
@@ -180,13 +169,8 @@ class Step:
     def update(self, gradients: Any, loss: mx.array, weight: mx.array) -> mx.array:
         """Make an optimizer step with gradients / weight, unless the loss or the norm is not finite on some rank.
 
-        Args:
-            gradients: The gradients, summed over micro-batches and ranks (sum_over_ranks).
-            loss: The sum of losses.
-            weight: The sum of target weights.
-
-        Returns:
-            The Euclidean norm of gradients / weight before clipping.
+        The arguments are summed over micro-batches and ranks (sum_over_ranks). Returns the Euclidean norm of
+        gradients / weight before clipping.
         """
         parameters, parts, norm = self._update(self.parameters(), gradients, loss, weight)
         self._replace(parameters, parts)

@@ -50,14 +50,8 @@ class TrainingOrder(Protocol):
 class TrainingState:
     """The trained parameters, the optimizer's moments, the accumulated sums, the progress and the place in the data.
 
-    Args:
-        step: The step; its model and optimizer hold the parameters and the moments.
-        order: The training batches, with their position in the data.
-        progress: The progress of the run, which is changed in place.
-        world: The ranks of the run.
-
-    Attributes:
-        sums: This rank's sums since the last update.
+    The parameters and moments are those of the model and optimizer of `step`; `progress` is changed in place, and
+    `sums` are this rank's since the last update.
     """
 
     def __init__(self, step: Step, order: TrainingOrder, progress: Progress, world: World):
@@ -139,12 +133,10 @@ class TrainingState:
         return arrays | state.flatten("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
 
     def restore(self, arrays: dict[str, mx.array], progress: Progress, path: Path) -> None:
-        """Continue from the arrays and the progress that the file at `path` holds.
-
-        Raises:
-            UserError: They are those of another run.
-        """
-        model, optimizer, bundles = self.step.model, self.step.optimizer, self.step.bundles
+        """Continue from the arrays and the progress of the file at `path`; those of another run are a UserError."""
+        model = self.step.model
+        optimizer = self.step.optimizer
+        bundles = self.step.bundles
         pissa.start_at(model, state.unflatten("start", pissa.starts(model), arrays, path))
         model.update(state.unflatten("trainable", model.trainable_parameters(), arrays, path))
         by_parameter = state.unflatten("optimizer", bundles.part_state(optimizer.state), arrays, path)

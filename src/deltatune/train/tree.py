@@ -45,7 +45,9 @@ def array_places(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
 
     Unlike a module's parameters(), these are all its arrays, also those with names that begin with an underscore.
     """
-    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    entries: Any = enumerate(tree) if isinstance(tree, list) else ()
+    if isinstance(tree, dict):
+        entries = tree.items()
     for key, value in entries:
         if isinstance(value, mx.array):
             yield f"{prefix}{key}", Place(tree, key)

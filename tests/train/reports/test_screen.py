@@ -79,6 +79,16 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(terminal):
     assert ("\x1b" in out.getvalue()) == terminal
 
 
+def test_the_bar_of_sampled_answers_shows_the_reward(terminal):
+    screen, lines = terminal(100)
+    screen.start(0, 4)
+    screen.report(RECORD | {"reward": 0.25}, total=4, left=1.0)
+    screen.advance(1, 0.5, 1.0)
+    screen.stop()
+    assert "reward 0.2500" in "".join(lines())
+    assert "loss 0.5" not in "".join(lines())
+
+
 @pytest.mark.parametrize(
     ("term", "shown", "text"),
     [("xterm", False, ""), ("dumb", True, "hello\n")],

@@ -38,37 +38,33 @@ def trained(run, tmp_path, checkpoint, data_folder):
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("adamw8bit", "lion"))]
+    ("optimizer", "flags"),
+    [
+        ("adamw", []),
+        ("adamw", ["--decay-norm-and-bias"]),
+        *(pytest.param(name, [], marks=pytest.mark.weekly) for name in ("adamw8bit", "lion")),
+    ],
 )
-def test_one_update_decays_all_but_norms_biases_and_a_log(trained, checkpoint, optimizer):
+def test_one_update_decays_norms_biases_and_a_log_only_if_asked(trained, checkpoint, optimizer, flags):
     """Two runs with one gradient differ by rate * decay * w, in float64, where w decays, and in no bit elsewhere."""
     before = {name: np.array(w, np.float64) for name, w in mx.load(str(checkpoint / "model.safetensors")).items()}
-    code, said, decayed = trained(DECAY, optimizer=optimizer)
+    code, said, decayed = trained(DECAY, *flags, optimizer=optimizer)
     assert code == 0, said
     _, silent, plain = trained(0, optimizer=optimizer)
     assert "Weight decay" not in silent
     moved = [name for name in before if not np.array_equal(np.array(plain[name], np.float64), before[name])]
     left_out = [name for name in moved if name.endswith(LEFT_OUT)]
     assert {name.rpartition(".")[2] for name in left_out} == {"weight", "A_log", "dt_bias"}
-    assert f"Weight decay: 0.5, but of {len(left_out)} norms, biases and A_log none" in said
+    count = f"{len(left_out)} norms, biases and A_log"
+    assert f"Weight decay: 0.5, {f'of {count} too' if flags else f'but of {count} none'} (decay_norm_and_bias" in said
     assert len(moved) > 2 * len(left_out)
     for name in moved:
         gone = np.array(plain[name], np.float64) - np.array(decayed[name], np.float64)
-        expected = 0 * before[name] if name in left_out else RATE * DECAY * before[name]
+        stays = name in left_out and not flags
+        expected = 0 * before[name] if stays else RATE * DECAY * before[name]
         # Either run rounds 1 - rate * decay, its product and the step to fp32, at numbers of up to RATE and w.
-        most = 0 if name in left_out else 8 * 2**-24 * (np.abs(before[name]).max() + 10 * RATE)
+        most = 0 if stays else 8 * 2**-24 * (np.abs(before[name]).max() + 10 * RATE)
         np.testing.assert_allclose(gone, expected, rtol=0, atol=most, err_msg=name)
-
-
-def test_the_option_lets_norms_decay_too(trained, checkpoint):
-    before = {name: np.array(w, np.float64) for name, w in mx.load(str(checkpoint / "model.safetensors")).items()}
-    code, said, decayed = trained(DECAY, "--decay-norm-and-bias")
-    assert code == 0, said
-    assert "norms, biases and A_log too (decay_norm_and_bias)" in said
-    _, _, plain = trained(0)
-    for name in (name for name in before if ".layers." in name and name.endswith(LEFT_OUT)):
-        gone = np.array(plain[name], np.float64) - np.array(decayed[name], np.float64)
-        np.testing.assert_allclose(gone, RATE * DECAY * before[name], rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_adapters_decay_as_they_did(trained):

@@ -22,7 +22,9 @@ from .peers import Peers
 
 # Seconds to wait: for the main thread to return from MLX after a second Ctrl-C; for a dead rank to be noticed after an
 # error of the backend; and for files that are being written when a rank dies.
-_RETURN, _NOTICE, _WRITE = 2.0, 5.0, 600.0
+_RETURN = 2.0
+_NOTICE = 5.0
+_WRITE = 600.0
 
 
 class HurriedError(Exception):
@@ -35,15 +37,6 @@ class Ending:
     The main thread holds a lock, except while it waits for a batch's gradients (waiting()). There the parameters are
     those of the last update, so that another thread can save them although the main thread may not return from MLX.
     A dead rank costs the iterations since the last save, since the other ranks' sums may never return from MLX.
-
-    Args:
-        config: The options of the run.
-        outputs: The files of the run.
-        world: The ranks of the run.
-        screen: Where the user is told.
-
-    Attributes:
-        stop: Whether a signal has asked the run to stop.
     """
 
     def __init__(self, config: TrainConfig, outputs: Outputs, world: World, screen: Screen):
@@ -107,11 +100,7 @@ class Ending:
         return self.stop.asked and self._world.size == 1
 
     def between_layers(self) -> None:
-        """Leave a step by layers if a second signal came or a rank has died; the last update is then saved.
-
-        Raises:
-            HurriedError: There is such a reason.
-        """
+        """Leave a step by layers with a HurriedError if a second signal came or a rank has died."""
         if self.stop.hurried or self._peers.dead:
             raise HurriedError
 
@@ -130,12 +119,8 @@ class Ending:
     def rescue(self, saving: Saving) -> Iterator[None]:
         """Save the state of the last update if an exception other than UserError leaves the `with` block.
 
-        Args:
-            saving: It saves the run.
-
-        Raises:
-            StoppedError: If between_layers() has left a step.
-            UserError: If macOS ended a step that took too long, or files of a step by layers are missing.
+        A step that between_layers() has left becomes a StoppedError; one that took too long for macOS, or whose files
+        are missing, a UserError.
         """
         # Only from here on is the state of the model worth more than the one that was saved.
         self._rescued = saving

@@ -33,18 +33,14 @@ class StopRequest:
     woken by each signal and answers it. A third signal raises KeyboardInterrupt as soon as the main thread runs Python
     code. Python can handle signals only in the main thread; in another thread, a StopRequest does nothing.
 
-    Args:
-        answer: Is called in the separate thread at the first signal, with the signal's name.
-        hurry: Is called in the separate thread at the second signal.
-
-    Attributes:
-        asked: Whether a signal has come.
-        hurried: Whether a second one has come.
+    The separate thread calls `answer` with the name of the first signal, which sets `asked`, and `hurry` at the second,
+    which sets `hurried`.
     """
 
     def __init__(self, answer: Callable[[str], None], hurry: Callable[[], None]) -> None:
         self.asked = self.hurried = False
-        self._answer, self._hurry = answer, hurry
+        self._answer = answer
+        self._hurry = hurry
         self._handled = 0
         self._before: dict[int, object] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -82,7 +78,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
         # The thread may have counted two signals that Python hands over as one.
-        self.asked, self.hurried = True, self.hurried or self._handled > 1
+        self.asked = True
+        self.hurried = self.hurried or self._handled > 1
         if self._handled > 2:
             raise KeyboardInterrupt
 

@@ -18,32 +18,30 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import mlx.core as mx
-
 from ...errors import UserError
 from ...machine import environment
 from ..distributed import World
 
 # Seconds to connect, and seconds to wait for news of other ranks that died at the same moment.
-_CONNECT, _GRACE = 10.0, 0.3
+_CONNECT = 10.0
+_GRACE = 0.3
 # A greeting is the listener's secret number and the caller's rank. Other messages are a kind and a rank.
-_GREETING, _MESSAGE = struct.Struct("!QI"), struct.Struct("!cI")
-_GOODBYE, _ENDED = b"g", b"e"
+_GREETING = struct.Struct("!QI")
+_MESSAGE = struct.Struct("!cI")
+_GOODBYE = b"g"
+_ENDED = b"e"
 
 
 class Peers:
-    """Inside its `with` block, this rank watches the others.
-
-    Args:
-        world: The ranks of the run; a single rank watches nothing.
-        ended: Is called once, in a separate thread, with the ranks that died.
+    """Inside its `with` block, this rank watches the others; `ended` is called once, in a thread, with those that died.
 
     A rank that leaves the block without an exception says goodbye, so that the others expect its end. After an
     exception it says goodbye only if in_order() was called; otherwise the others treat it as dead.
     """
 
     def __init__(self, world: World, ended: Callable[[list[int]], None]):
-        self._world, self._ended = world, ended
+        self._world = world
+        self._ended = ended
         self._links: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
         self._dead: set[int] = set()
@@ -107,12 +105,10 @@ class Peers:
     def _exchange(self) -> list[tuple[int, int, list[str]]]:
         """Return every rank's secret number, port, and the addresses at which it may be reached."""
         host = socket.gethostname()
-        introduction = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()]).encode()
-        room = int(self._world.largest(len(introduction)))
-        padded = mx.array(list(introduction.ljust(room)), mx.uint8)
+        introduction = json.dumps([self._secret, self._listener.getsockname()[1], host, _addresses()])
         listeners = []
-        for text in self._world.gather(padded).tolist():  # type: ignore[union-attr]
-            secret, port, name, addresses = json.loads(bytes(text))  # type: ignore[arg-type]
+        for text in self._world.gather_texts(introduction):
+            secret, port, name, addresses = json.loads(text)
             listeners.append((secret, port, ["127.0.0.1", *addresses] if name == host else addresses))
         return listeners
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from ...data import BatchOrder, Splits
 from ...data.batches.stream_order import StreamedSplits, StreamOrder
+from ...errors import first_few
 from ...layers import LayerInfo
 from ...lora.weights import is_quantized, quantization
 from ...machine import backend
@@ -30,8 +31,6 @@ from .report import ReportTable
 from .screen import Fact
 
 UPSTREAMS = "upstream's own code"
-# How many earlier runs a line names before it counts the rest.
-_NAMED = 4
 
 
 def trainable_count(model: nn.Module) -> int:
@@ -49,7 +48,8 @@ def layer_summary(layers: Sequence[LayerInfo]) -> str:
 
 def what_trains(model: nn.Module, config: TrainConfig) -> str:
     """Describe the trained parameters, such as `lora, 5,200 of 131,760 numbers (3.947%)`."""
-    total, trains = _stored_numbers(model), trainable_count(model)
+    total = _stored_numbers(model)
+    trains = trainable_count(model)
     return f"{config.fine_tune_type}, {trains:,} of {total:,} numbers ({trains / total:.3%})"
 
 
@@ -79,17 +79,18 @@ def nothing_to_resume(config: TrainConfig) -> str:
     line = f"Note: there is nothing to resume in {folder}: training starts from the beginning."
     if not beside:
         return line
-    names = ", ".join(sorted(map(str, beside))[:_NAMED])
-    more = f" and {len(beside) - _NAMED} more" if len(beside) > _NAMED else ""
-    return f"{line} If you meant another run, stop this one: --adapter-path may be {names}{more}."
+    names = first_few(sorted(map(str, beside)), most=4, separator=", ")
+    return f"{line} If you meant another run, stop this one: --adapter-path may be {names}."
 
 
 def resumed(progress: Progress, config: TrainConfig, world: World) -> list[str]:
     """Return the lines that say where a run continues, if it does, and whether its number of ranks has changed."""
     if progress.iteration >= config.iters:
-        flag, number = "--iters", str(config.iters)
+        flag = "--iters"
+        number = str(config.iters)
         if config.epochs is not None:
-            flag, number = "--epochs", f"{config.epochs:g} ({config.iters:,} iterations)"
+            flag = "--epochs"
+            number = f"{config.epochs:g} ({config.iters:,} iterations)"
         return [
             f"Nothing is left to train: the run in {config.adapter_path} has done {progress.iteration:,} iterations, "
             f"and {flag} is {number}. To train further, give {flag} a larger number."
@@ -113,17 +114,7 @@ def facts(
     *,
     verbose: bool = False,
 ) -> list[Fact | str]:
-    """Return the facts that a run prints before its first step, and notes among them.
-
-    Args:
-        model: The model, made trainable.
-        config: The options of the run.
-        splits: The examples.
-        trained: The model's loss, layers and patches (setup.training).
-        order: The batches of the training split.
-        world: The ranks of the run.
-        verbose: Whether to name every patch.
-    """
+    """Return the facts that a run prints before its first step, and notes among them; `verbose` names every patch."""
     opening: list[Fact | str] = [Fact("model", f"{config.model}; {layer_summary(trained.layers)}")]
     opening.append(Fact("training", what_trains(model, config)))
     opening += _weight_decay(model, config)
@@ -172,7 +163,8 @@ def _batches(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrde
 
 def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:
     """Say which trained parameters weight decay leaves out, where it would take them as any other."""
-    decay, left_out = weight_decay(build_optimizer(config)), undecayed(model)
+    decay = weight_decay(build_optimizer(config))
+    left_out = undecayed(model)
     if not decay or not left_out:
         return []
     those = f"{len(left_out):,} norms, biases and A_log"

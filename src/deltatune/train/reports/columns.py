@@ -13,7 +13,8 @@ from rich.text import Text
 Record = dict[str, Any]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # A report is compared with the mean of so many before it, of which a smaller change is none.
-_BEFORE, _CHANGE = 5, 0.005
+_BEFORE = 5
+_CHANGE = 0.005
 # After so many rows the headings are printed again.
 _ROWS = 30
 # The characters of a mark, such as an arrow, and the space before it.
@@ -32,28 +33,24 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     cuts = [round(index * len(values) / count) for index in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     return "".join(_BLOCKS[round((mean - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures.
-
-    Attributes:
-        heading: The words above it.
-        width: Its characters, with two or more of space before the widest figure.
-        name: The key of the value in a record; evaluations have it behind `val_`.
-        show: Formats the value.
-        always: Whether it is there for every run, or only where a record has the value.
-        marked: Whether its last characters are kept for a mark.
-    """
+    """A column of figures."""
 
     heading: str
+    # Its characters, with two or more of space before the widest figure.
     width: int
+    # The key of the value in a record; evaluations have it behind `val_`.
     name: str
     show: Callable[[Any], str]
+    # Whether it is there for every run, or only where a record has the value.
     always: bool = True
+    # Whether its last characters are kept for a mark.
     marked: bool = False
 
 
@@ -104,8 +101,7 @@ _WANTED = (
 class Columns:
     """Makes the rows of one run: the headings where they are due, and a row for each report and evaluation.
 
-    Args:
-        plain: Whether the terminal can show no character beyond ASCII.
+    A `plain` terminal can show no character beyond ASCII.
     """
 
     def __init__(self, plain: bool = False):
@@ -120,12 +116,9 @@ class Columns:
         self._seen |= set(names)
 
     def rows(self, record: Record, width: int, *, best: bool = False) -> list[Text]:
-        """Return the lines to print for a record.
+        """Return the lines to print, of at most `width` characters, for a record of metrics.jsonl.
 
-        Args:
-            record: A record of metrics.jsonl, with the seconds that are `left` where they are known.
-            width: The characters of a line.
-            best: Whether an evaluation is the best of all.
+        It has the seconds that are `left` where they are known; `best` marks an evaluation as the best of all.
         """
         self._seen |= {name.removeprefix("val_") for name in record}
         chosen = self._chosen(width)
@@ -133,7 +126,8 @@ class Columns:
         if chosen == self._headed and self._rows < _ROWS:
             self._rows += 1
             return [row]
-        self._headed, self._rows = chosen, 1
+        self._headed = chosen
+        self._rows = 1
         heading = Text(style="dim")
         for column in chosen:
             heading.append(f"{column.heading:>{column.width - _MARK * column.marked}}{' ' * _MARK * column.marked}")
@@ -155,11 +149,14 @@ class Columns:
         row = Text()
         for column in chosen:
             value = record.get(column.name, record.get(f"val_{column.name}") if evaluated else None)
-            text, style, mark = "" if value is None else column.show(value), "", ("", "")
+            text = "" if value is None else column.show(value)
+            style = ""
+            mark = ("", "")
             if column.name == "train_loss":
                 mark = self._trend(value)
             elif column.name == "val_loss":
-                style, mark = "cyan", (self._sign(" *"), "green") if best else mark
+                style = "cyan"
+                mark = (self._sign(" *"), "green") if best else mark
             elif column.name not in ("iteration", "tokens_per_second"):
                 style = "dim"
             row.append(f"{text:>{column.width - _MARK * column.marked}}", style=style)

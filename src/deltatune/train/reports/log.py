@@ -158,26 +158,16 @@ def _explained(wandb: Any) -> Iterator[None]:
 
 
 def check_services(report_to: str | None, directory: Path) -> None:
-    """Check, before a model is loaded, that the services of --report-to can be opened; arguments as in open_services.
-
-    Raises:
-        UserError: If a service is unknown or cannot be used.
-    """
+    """Check, before a model is loaded, that the services that --report-to names can be opened."""
     for service in _named(report_to):
         service.check(directory)
 
 
 def open_services(report_to: str | None, directory: Path, project: str | None, options: Record) -> list[Service]:
-    """Open the services that --report-to names.
+    """Open the services that --report-to names, separated by commas; one that cannot be used is a UserError.
 
-    Args:
-        report_to: The names, separated by commas; None for no service.
-        directory: The output folder of the run.
-        project: The name of the project; None for the name of the current folder.
-        options: The options of the run, which the services show.
-
-    Raises:
-        UserError: If a service is unknown or cannot be used.
+    They show the options of the run, which writes to `directory`, below the project, by default the current folder's
+    name.
     """
     opened: list[Service] = []
     with contextlib.ExitStack() as stack:
@@ -199,7 +189,8 @@ def _named(report_to: str | None) -> list[Any]:
 
 def send(record: Record, services: Sequence[Service]) -> None:
     """Send a record of metrics or samples to the services; figures without a value are left out."""
-    iteration, samples = record["iteration"], record.get(SAMPLES)
+    iteration = record["iteration"]
+    samples = record.get(SAMPLES)
     numbers = {
         name: value for name, value in record.items() if name not in ("iteration", SAMPLES) and value is not None
     }
@@ -211,14 +202,9 @@ def send(record: Record, services: Sequence[Service]) -> None:
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, one JSON object per line.
+    """Writes `metrics.jsonl`, one JSON object per line; a refusal of the file system is a UserError.
 
-    Args:
-        path: The file.
-        keep: How many bytes at the start of an existing file are kept; a continued run keeps its earlier lines.
-
-    Raises:
-        UserError: If the file cannot be opened, or by the methods, if the file system refuses.
+    Of an existing file `keep` bytes stay: a continued run keeps its earlier lines.
     """
 
     def __init__(self, path: Path, keep: int = 0):

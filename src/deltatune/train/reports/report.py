@@ -62,14 +62,11 @@ _FROM_ZERO = {
 
 
 def plots(runs: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
-    """Return the plots for which the records of runs hold values, as report.js takes them.
+    """Return the plots for which the records of runs, by name, hold values, as report.js takes them.
 
-    Args:
-        runs: The records of each run's metrics.jsonl, by its name, which is empty where there is one run alone.
-
-    Returns:
-        For each plot its `title`, `zero` and `curves`; for each of these its `name`, the `label` at its end, the number
-        of its colour, `dots`, `best` for the loss of validation, and `points`: pairs of an iteration and a value.
+    The name of a run is empty where there is one alone. A plot has its `title`, `zero` and `curves`; a curve its
+    `name`, the `label` at its end, the number of its colour, `dots`, `best` for the loss of validation, and `points`:
+    pairs of an iteration and a value.
     """
     of_pairs = any(record.get(key) is not None for records in runs.values() for record in records for key in _REWARDS)
     loss = {f"Loss per {'preference' if of_pairs else 'token'}": {"train_loss": "training", "val_loss": "validation"}}
@@ -115,15 +112,9 @@ class Pictured:
 
 @dataclass
 class ReportTable:
-    """A table of the report.
+    """A table of the report, with a note below its title; a cell is any value that str() can show.
 
-    Attributes:
-        title: Its heading.
-        columns: The headings of its columns.
-        rows: Its rows; a cell is any value that str() can show.
-        note: A text below the heading.
-        folded: Whether a click on its heading shows or hides the table.
-        shown: Whether a folded table is shown at first.
+    A click on its title shows or hides a `folded` table, which is `shown` at first or not.
     """
 
     title: str
@@ -135,11 +126,9 @@ class ReportTable:
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
-    """Read the records of a metrics.jsonl that may be damaged.
+    """Return the records of a metrics.jsonl that may be damaged, and the number of lines that hold none.
 
-    Returns:
-        The records, in which every value but the samples is a finite number or None, and the number of lines that hold
-        no such record.
+    Every value but the samples is a finite number or None.
     """
     lines = path.read_bytes().splitlines() if path.is_file() else []
     records = [parse_record(line) for line in lines]
@@ -182,46 +171,31 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """The description of a run in its report, besides figures and options.
+    """The description of a run in its report, besides figures and options."""
 
-    Attributes:
-        about: The subjects of the run, by name: its model, trained parameters and data.
-        tables: Tables to show before those of the options.
-        headline: Figures to show before those of the result.
-        title: The subject of training; the name of the model by default.
-        state: How the run stands, in words.
-        running: Whether the run goes on, so that the page is to reload itself.
-        thumbnails: The images of each sample prompt as data URIs.
-        commands: The lines to type next.
-    """
-
+    # The subjects of the run, by name: its model, trained parameters and data.
     about: dict[str, str]
     tables: Sequence[ReportTable] = ()
+    # Figures to show before those of the result.
     headline: Mapping[str, str] = field(default_factory=dict)
+    # The subject of training; the name of the model by default.
     title: str | None = None
+    # How the run stands, in words.
     state: str = "ended"
+    # Whether the run goes on, so that the page is to reload itself.
     running: bool = False
+    # The images of each sample prompt as data URIs.
     thumbnails: Sequence[Sequence[str]] = ()
+    # The lines to type next.
     commands: Sequence[str] = ()
 
 
 def write_report(
     path: Path, metrics: Path, config: TrainConfig, result: dict[str, Any], description: RunDescription
 ) -> list[str]:
-    """Write the report of a run.
+    """Write the report of a run from its metrics.jsonl, its options and the fields of its Result.
 
-    Args:
-        path: The HTML file to write.
-        metrics: The run's metrics.jsonl.
-        config: The options of the run.
-        result: The fields of its Result.
-        description: The description of the run, besides figures and options.
-
-    Returns:
-        Lines on the parts that the report lacks because `metrics` is damaged.
-
-    Raises:
-        UserError: If the file system refuses.
+    Returns lines on the parts that the report lacks because `metrics` is damaged.
     """
     records, damaged = read_metrics(metrics)
     done = f"{result['iterations']:,} of {config.iters:,}"
@@ -258,16 +232,14 @@ def write_report(
 def sample_tables(records: Sequence[Record], thumbnails: Sequence[Sequence[str]] = ()) -> list[ReportTable]:
     """Return the tables of the answers in the records of a metrics.jsonl.
 
-    The first has the first and the last answer to each prompt. If there are more, a folded one has all of them.
-
-    Args:
-        records: The records.
-        thumbnails: The images of each prompt as data URIs.
+    The first has the first and the last answer to each prompt, with the prompt's images as data URIs. If there are
+    more, a folded one has all of them.
     """
     answered = [(at, samples) for at, samples in _samples(records) if REWARD not in samples[0]]
     if not answered:
         return []
-    (first, before), (last, now) = answered[0], answered[-1]
+    first, before = answered[0]
+    last, now = answered[-1]
     judges = any("expected" in sample for sample in now)
     olds = [sample["answer"] for sample in before] if len(answered) > 1 and len(before) == len(now) else []
     rows = []
@@ -301,7 +273,8 @@ def rewarded_tables(records: Sequence[Record]) -> list[ReportTable]:
     columns: tuple[str, ...] = ("iteration", "prompt", "answer", REWARD)
     those = "The best, the middle and the worst answer"
     if not any(reward for *_, reward in rows):
-        columns, those = columns[:-1], "Some answers"
+        columns = columns[:-1]
+        those = "Some answers"
     rows = [row[: len(columns)] for row in rows[-_REWARDED:]]
     note = f"{those} before each report; metrics.jsonl has all of them."
     return [ReportTable("Sampled answers", columns, rows, note, folded=True, shown=True)] if rows else []
@@ -344,14 +317,11 @@ def _headline(result: dict[str, Any]) -> dict[str, str]:
 
 
 def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> str:
-    """Return the HTML page.
+    """Return the HTML page, with curves of the runs' records as in plots().
 
-    Args:
-        title: Its heading.
-        runs: The records of a metrics.jsonl, which are drawn as curves, by the name of the run; "" for one run alone.
-        parts: Any of its other parts (report.html): `subtitle`; `headline`, figures by name; `notes`; `commands` to
-            type next; `tables`, of which folded ones come below the curves; `options` as YAML; when it was `written`;
-            and `part_done` of the iterations of a run that goes on, with which the page reloads itself.
+    `parts` are any of its other parts (report.html): `subtitle`; `headline`, figures by name; `notes`; `commands` to
+    type next; `tables`, of which folded ones come below the curves; `options` as YAML; when it was `written`; and
+    `part_done` of the iterations of a run that goes on, with which the page reloads itself.
     """
     folder = Path(__file__).parent
     style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))

@@ -29,15 +29,10 @@ _REPORTS_SHARE = 0.02
 
 
 class Reporting:
-    """Tells of a run; only rank 0 writes files and sends to services.
+    """Tells of a run; only rank 0, the main one, writes files and sends to services.
 
-    Args:
-        config: The options of the run.
-        outputs: The files of the run.
-        screen: Where progress is printed.
-        main: Whether this is rank 0.
-        on_host: The bytes that MLX counts as its own, but are outside the device's memory.
-        thumbnails: The images of each sample prompt as data URIs.
+    `on_host` are the bytes that MLX counts as its own, but are outside the device's memory; `thumbnails` the images of
+    each sample prompt as data URIs.
 
     Attributes:
         about: The description of the run in its report, by name; empty before open().
@@ -53,7 +48,10 @@ class Reporting:
         on_host: int = 0,
         thumbnails: Sequence[Sequence[str]] = (),
     ):
-        self._config, self._outputs, self._screen, self._main = config, outputs, screen, main
+        self._config = config
+        self._outputs = outputs
+        self._screen = screen
+        self._main = main
         self._on_host = on_host
         self._thumbnails = thumbnails
         self.about: dict[str, str] = {}
@@ -67,18 +65,16 @@ class Reporting:
         self._next_report = 0.0
 
     def open(self, progress: Progress, about: dict[str, str], tables: Sequence[ReportTable]) -> None:
-        """Open the metrics and the services, and write the first report.
+        """Open the metrics and the services, and write the first report, with `tables` besides those that all have.
 
-        Args:
-            progress: The run's progress, which says how much of the metrics is kept.
-            about: The description of the run, by name.
-            tables: Tables of the report, besides those that every report has.
+        The progress says how much of the metrics is kept.
         """
         self.about = about
         self._tables = tables
         if not self._main:
             return
-        config, outputs = self._config, self._outputs
+        config = self._config
+        outputs = self._outputs
         self.metrics = log.Metrics(outputs.metrics, progress.metrics_bytes)
         options = dataclasses.asdict(config)
         self._services = log.open_services(config.report_to, outputs.directory, config.project_name, options)
@@ -129,10 +125,7 @@ class Reporting:
     def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> dict[str, Any]:
         """Report the iterations since the last report, and return the record of it.
 
-        Args:
-            progress: The run's progress; its sums since the last report are taken and begin anew.
-            rate: The learning rate.
-            figures: The names of the figures that a step reports besides its loss.
+        The sums of the progress are taken and begin anew; `figures` names those that a step reports besides its loss.
         """
         seconds = sum(s for s, _ in self._window) or 1e-9
         loss = progress.window_loss / progress.window_weight if progress.window_weight else math.nan
@@ -167,14 +160,7 @@ class Reporting:
         self._screen.report(record, **how)
 
     def write(self, progress: Progress, state: str, *, running: bool, result: Result | None = None) -> None:
-        """Write the report on rank 0.
-
-        Args:
-            progress: The run's progress.
-            state: How the run stands, in words.
-            running: Whether the run goes on.
-            result: The final figures, where the run has ended.
-        """
+        """Write the report on rank 0, with `state`, how the run stands in words, and its result where it has ended."""
         if not self._main:
             return
         self._running = running

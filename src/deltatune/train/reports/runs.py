@@ -28,13 +28,7 @@ _OF_RATE = ("learning_rate", "fine_tune_type", "from_scratch", "loss")
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run, as its files show it.
-
-    Attributes:
-        folder: Its output folder.
-        records: The records of its metrics.jsonl.
-        options: Its options that differ from their defaults; none where its report is missing.
-    """
+    """A run, as its files show it: options that differ from their defaults are none where its report is missing."""
 
     folder: Path
     records: Sequence[Record]
@@ -64,11 +58,7 @@ class PastRun:
 
 
 def find(folders: Sequence[str]) -> list[PastRun]:
-    """Return the runs in folders and two floors below them, the oldest first.
-
-    Raises:
-        UserError: A folder has none.
-    """
+    """Return the runs in folders and two floors below them, the oldest first; a folder without any is a UserError."""
     parents: dict[Path, None] = {}
     for folder in folders:
         files = [file for pattern in _METRICS for file in Path(folder).glob(pattern)]
@@ -81,11 +71,7 @@ def find(folders: Sequence[str]) -> list[PastRun]:
 
 
 def write_comparison(path: Path, runs: Sequence[PastRun]) -> None:
-    """Write a report with the curves of several runs, and the options in which they differ.
-
-    Raises:
-        UserError: The file system refuses.
-    """
+    """Write a report with the curves of several runs, and the options in which they differ."""
     last = [run.folder.name for run in runs]
     names = [name if last.count(name) == 1 else str(run.folder) for name, run in zip(last, runs, strict=True)]
     options = {name: None for run in runs for name in run.options}

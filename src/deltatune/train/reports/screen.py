@@ -21,7 +21,8 @@ from .columns import Columns, Record, duration, gigabytes, sparkline, three_digi
 from .log import REWARD, SAMPLES, is_right, tally
 
 # The letters of a prompt or an answer that a line in a pipe shows, and those that a terminal shows.
-_SHOWN, _SHOWN_WHOLE = 100, 400
+_SHOWN = 100
+_SHOWN_WHOLE = 400
 # The answers of an iteration that are shown; the report has all of them.
 _SAMPLES = 3
 # No terminal needs longer lines, which would be hard to read.
@@ -33,18 +34,13 @@ _ORDER = ("model", "training", "data", "epochs", "memory")
 
 @dataclass(frozen=True)
 class Fact:
-    """A line on a run before its first step.
-
-    Attributes:
-        name: The subject, such as `data`.
-        text: The fact, as the panel on a terminal shows it behind the name.
-        line: The line in a pipe or a file; `Data: ...` by default.
-        share: For an amount within a limit, its share, which the panel draws.
-    """
+    """A line on a run before its first step: its subject, such as `data`, and the text behind that on a terminal."""
 
     name: str
     text: str
+    # The line in a pipe or a file; `Data: ...` by default.
     line: str | None = None
+    # For an amount within a limit, its share, which the panel draws.
     share: float | None = None
 
     def __str__(self) -> str:
@@ -58,21 +54,21 @@ class _Console(Console):
 
 
 class Screen:
-    """Prints facts, figures and sentences and, on a terminal, a progress bar.
+    """Prints facts, figures and sentences on rich's console and, on a terminal, a progress bar.
 
-    Args:
-        shown: False makes the screen silent, as on ranks other than 0.
-        console: The console of rich that it prints on; standard output by default.
-        verbose: Whether to print details that few people need, such as the name of every patch.
-        plain: Whether lines are as in a pipe, as for several ranks: mpirun gives each a terminal of its own.
+    It is silent unless `shown`, as on ranks other than 0; `verbose` prints details that few people need, such as the
+    name of every patch; `plain` lines are as in a pipe, for several ranks: mpirun gives each a terminal of its own.
     """
 
     def __init__(self, shown: bool = True, console: Console | None = None, verbose: bool = False, plain: bool = False):
-        self._shown, self.verbose = shown, verbose
+        self._shown = shown
+        self.verbose = verbose
         self._console = console or _Console(highlight=False, force_terminal=False if plain else None)
         self._facts: list[Fact] = []
         self._columns = Columns(plain=self._console.options.ascii_only)
-        self._losses: list[float] = []
+        # The finite losses of all iterations, and the rewards of all reports.
+        self.losses: list[float] = []
+        self.rewards: list[float] = []
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
@@ -98,14 +94,11 @@ class Screen:
         self._columns.expect(names)
 
     def report(self, record: Record, *, total: int = 0, left: float | None = None, best: bool = False) -> None:
-        """Print a record of training, of an evaluation or of answers.
+        """Print a record of training, of an evaluation, which may be the best so far, or of answers.
 
-        Args:
-            record: The record.
-            total: The number of iterations that are to be done.
-            left: The seconds that are estimated to remain; of training alone.
-            best: Whether an evaluation is the best so far.
+        A record of training stands beside the `total` iterations and the seconds that are estimated to be `left`.
         """
+        self.note_reward(record)
         if not self._console.is_terminal:
             self.say(line_of(record, total, left))
         elif SAMPLES in record:
@@ -113,6 +106,11 @@ class Screen:
         else:
             for row in self._columns.rows(record | {"left": left}, self._width(), best=best):
                 self._print(row)
+
+    def note_reward(self, record: Record) -> None:
+        """Keep the mean reward of a record that has one, for the bar."""
+        if record.get("reward") is not None:
+            self.rewards.append(record["reward"])
 
     def ended(self, line: str, rows: Sequence[tuple[str, str]], command: str) -> None:
         """Print where everything is: `line` in a pipe, and `rows` of names and texts on a terminal; then a command."""
@@ -136,20 +134,21 @@ class Screen:
             TextColumn("{task.fields[note]}"),
         )
         self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
-        self._task = self._bar.add_task("training", total=total, completed=done, note="")
+        self._task = self._bar.add_task("training", total=total, completed=done, note="compiling the step")
         with self.unread():
             self._bar.start()
 
     def advance(self, done: int, loss: float | None, left: float) -> None:
-        """Move the bar to `done` iterations; beside it are the last loss, how it went, and the seconds `left`."""
+        """Move the bar to `done` iterations; it shows the last reward or loss, its course and the seconds `left`."""
+        if loss is not None and math.isfinite(loss):
+            self.losses.append(loss)
         if self._bar is None:
             return
-        if loss is not None and math.isfinite(loss):
-            self._losses.append(loss)
-        note = "" if loss is None else f"loss {loss:.4f}  "
+        name, values = ("reward", self.rewards) if self.rewards else ("loss", self.losses)
+        note = f"{name} {values[-1]:.4f}  " if values else ""
         room = min(16, self._console.width - 64)
         if room >= 8 and not self._console.options.ascii_only:
-            note += f"{sparkline(self._losses, room)}  "
+            note += f"{sparkline(values, room)}  "
         self._bar.update(self._task, completed=done, description="training", note=f"{note}{duration(left)} left")
 
     def evaluating(self, done: int, total: int) -> None:
@@ -159,7 +158,8 @@ class Screen:
 
     def stop(self) -> None:
         """Remove the bar."""
-        bar, self._bar = self._bar, None
+        bar = self._bar
+        self._bar = None
         if bar is not None:
             with self.unread():
                 bar.stop()
@@ -213,7 +213,9 @@ def gauge(share: float, plain: bool = False) -> Text:
     """Return a bar for a share of a whole, in a colour for its nearness to the whole."""
     filled = min(_GAUGE, max(1, math.ceil(share * _GAUGE)))
     full, empty = ("#", "-") if plain else ("━", "─")
-    style = "green" if share < 0.8 else "yellow" if share <= 1 else "red"
+    style = "red"
+    if share <= 1:
+        style = "green" if share < 0.8 else "yellow"
     return Text.assemble((full * filled, style), (empty * (_GAUGE - filled), "dim"), f" {share:.1%}")
 
 

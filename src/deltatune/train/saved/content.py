@@ -31,8 +31,7 @@ def facts(
     weights: Store | None = None,
     of_teacher: Store | None = None,
 ) -> dict[str, str | None]:
-    """Return the facts of state.fingerprint beside the options: digests of structure, config.json, weights and
-    adapters.
+    """Return the facts of state.fingerprint beside the options: digests of the model and of adapters.
 
     `weights` reads those of the model's arrays that stay on the disk, and `of_teacher` those of its teacher's.
     """

@@ -24,18 +24,14 @@ _MODEL = ("config.json", "model*.safetensors")
 class RunFolder:
     """The output folder of a run. Inside the `with` block, which may be nested, no other run can take it.
 
-    Rank 0 holds the lock. If it is refused, every rank raises.
-
-    Attributes:
-        path: The folder, `config.adapter_path`.
-
-    Raises:
-        UserError: On entering, if the folder cannot take this run, or if another run is using it.
+    Rank 0 holds the lock. A folder that cannot take this run, or that another one is using, is a UserError on every
+    rank.
     """
 
     def __init__(self, config: TrainConfig, world: World):
         self.path = Path(config.adapter_path)
-        self._config, self._world = config, world
+        self._config = config
+        self._world = world
         self._lock = FileLock(self._lock_path())
         self._entered = 0
 
@@ -52,15 +48,9 @@ class RunFolder:
             self._lock.release()
 
     def make_room(self) -> list[str]:
-        """Move an earlier run to a folder beside this one, or delete it if the options say so; rank 0 calls it.
+        """Move an earlier run to a folder beside this one, or delete it if the options say so; return lines on that.
 
-        Files that a run needs only while it goes on are removed.
-
-        Returns:
-            Lines on the moved or deleted files.
-
-        Raises:
-            UserError: If the file system refuses.
+        Rank 0 calls it. Files that a run needs only while it goes on are removed.
         """
         # A run that was killed could not remove them.
         for inputs in self.path.glob(f"{INPUTS}_*"):
@@ -90,7 +80,8 @@ class RunFolder:
         return state.state_path(self.path).with_name("lock")
 
     def _refuse_unusable(self) -> None:
-        config, flag = self._config, f"--adapter-path {self.path}"
+        config = self._config
+        flag = f"--adapter-path {self.path}"
         if config.model is not None and _same_folder(config.model, self.path):
             raise UserError(
                 f"{flag} is the folder of the model, whose files the run would overwrite; choose another folder."
@@ -129,7 +120,8 @@ class RunFolder:
 
     def _refuse_immovable(self) -> None:
         """Refuse an earlier run that cannot be moved away, because this one needs something in its folder."""
-        folder, config = self.path.resolve(), self._config
+        folder = self.path.resolve()
+        config = self._config
         needed = {"the current folder": str(Path.cwd()), "the model": config.model, "the data": config.data}
         inside = {name: Path(path) for name, path in needed.items() if path is not None}
         reasons = [name for name, path in inside.items() if path.exists() and path.resolve().is_relative_to(folder)]

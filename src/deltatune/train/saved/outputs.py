@@ -27,20 +27,9 @@ class Outputs:
 
     Training of adapters writes adapters.safetensors, adapter_config.json and a numbered copy at every save, as
     mlx_lm.lora does. Full fine-tuning writes a whole checkpoint (models.trained_checkpoint). The folder `best` has the
-    same files but the numbered copies, from the evaluation with the lowest loss of all.
-
-    Args:
-        model: The model that is trained.
-        tokenizer: Its tokenizer, for a checkpoint.
-        config: The options of the run.
-        model_config: The content of the model's config.json, for a checkpoint.
-
-    Attributes:
-        note: A sentence for the user about the checkpoint, or None.
-
-    Raises:
-        UserError: A checkpoint needs the folder that `config.model` names, and it is not there; by the methods that
-            write, the file system refuses.
+    same files but the numbered copies, from the evaluation with the lowest loss of all. A checkpoint needs the
+    tokenizer, the content of the model's config.json, and the folder that `config.model` names. A refusal of the file
+    system is a UserError.
     """
 
     def __init__(
@@ -51,7 +40,9 @@ class Outputs:
         self.metrics = self.directory / "metrics.jsonl"
         self.report = self.directory / "report.html"
         self.best = self.directory / "best"
-        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._model = model
+        self._tokenizer = tokenizer
+        self._config = config
         self._checkpoint: TrainedCheckpoint | None = None
         if config.fine_tune_type == "full":
             if model_config is None:
@@ -60,6 +51,7 @@ class Outputs:
                 )
             scratch_config = model_config if config.from_scratch else None
             self._checkpoint = TrainedCheckpoint(model, locate(config.model), scratch_config)
+        # A sentence for the user about the checkpoint, or None.
         self.note = None if self._checkpoint is None else self._checkpoint.note
 
     def commands(self) -> list[str]:
@@ -96,12 +88,7 @@ class Outputs:
         self._delete_old_copies(iteration)
 
     def save_best(self, iteration: int, loss: float) -> None:
-        """Write the trained weights to the folder `best`.
-
-        Args:
-            iteration: The iteration after which they were evaluated.
-            loss: Their validation loss per token.
-        """
+        """Write the trained weights to the folder `best`, with their validation loss per token after `iteration`."""
         if self._checkpoint is not None:
             self._save_checkpoint(self._checkpoint, self.best)
         else:

@@ -104,17 +104,10 @@ def fingerprint(config: TrainConfig, **facts: Any) -> dict[str, Any]:
 def save(
     path: Path, arrays: dict[str, mx.array], progress: Progress, identity: dict[str, Any], *, sound: bool = True
 ) -> None:
-    """Write a state file with a checksum. The one that it replaces is kept at previous_path(path).
+    """Write a state file with a checksum; a refusal of the file system is a UserError.
 
-    Args:
-        path: The file.
-        arrays: The arrays, which keep their dtypes.
-        progress: The progress of the run.
-        identity: The options and facts that a continuation must share (see fingerprint).
-        sound: Whether the file that is replaced is undamaged; otherwise it is not kept, and the one before it is.
-
-    Raises:
-        UserError: If the file system refuses.
+    The file that it replaces is kept at previous_path(path) if it is `sound`; otherwise the one before it is.
+    `identity` are the options and facts that a continuation must share (see fingerprint).
     """
     content = {"format": FORMAT, "progress": dataclasses.asdict(progress), "identity": identity}
     metadata = {checksum.KEY: checksum.BLANK, "deltatune": json.dumps(content)}
@@ -156,11 +149,7 @@ def damage(path: Path) -> str | None:
 
 
 def load(path: Path, identity: dict[str, Any]) -> tuple[dict[str, mx.array], Progress]:
-    """Read the arrays and the progress of a state file.
-
-    Raises:
-        UserError: If the file is damaged, has another format, or belongs to a run with another identity.
-    """
+    """Read the arrays and the progress of a state file, unless it is damaged or belongs to another run."""
     if problem := damage(path):
         raise UserError(f"{problem}: it is no state to resume from; start anew without --resume.")
     arrays, content = _read(path)
@@ -227,10 +216,8 @@ def flatten(prefix: str, tree: Any) -> dict[str, mx.array]:
 def unflatten(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -> Any:
     """Return a tree with the structure of `like` and the leaves that flatten() stored under `prefix`.
 
-    Leaves keep their saved dtype, since an optimizer may change the dtype of its moments.
-
-    Raises:
-        UserError: If paths or shapes differ from those of `like`; the message names `path`.
+    Leaves keep their saved dtype, since an optimizer may change the dtype of its moments. Other paths or shapes than
+    those of `like` are a UserError that names `path`.
     """
     expected = {f"{prefix}/{name}": leaf for name, leaf in leaves(like)}
     stored = {key: value for key, value in arrays.items() if key.startswith(f"{prefix}/")}

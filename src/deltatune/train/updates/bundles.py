@@ -40,17 +40,11 @@ ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax
 
 @dataclass
 class Bundle:
-    """The layout of one bundle.
-
-    Attributes:
-        paths: The paths of the parameters in it, in order.
-        shapes: Their shapes, in the same order.
-        used_as: The dtype in which the model uses them; None for the dtype of the bundle.
-        group: How an update treats them.
-    """
+    """The layout of one bundle: the paths and shapes of its parameters in order, and how an update treats them."""
 
     paths: list[str]
     shapes: list[tuple[int, ...]]
+    # The dtype in which the model uses the parameters; None for the dtype of the bundle.
     used_as: mx.Dtype | None
     group: ParameterGroup
 
@@ -77,17 +71,10 @@ class Bundle:
 class Bundles:
     """Decides which parameters are joined, and converts trees between the two forms.
 
-    A joined tree holds the bundles in a list under TOGETHER, and the remaining parameters at their own paths.
-
-    Args:
-        parameters: The tree of trainable parameters.
-        optimizer: The optimizer; nothing is joined unless it is one of ELEMENTWISE, or stores moments in 8 bits.
-        used_as: The dtype in which the model uses a parameter, by path; its own dtype where the path is missing.
-        groups: The groups of parameters by path; the optimizer's settings hold where the path is missing.
-
-    Attributes:
-        all: The bundles.
-        members: The paths of all parameters that are in a bundle.
+    A joined tree holds the bundles in a list under TOGETHER, and the remaining parameters at their own paths. Nothing
+    is joined unless the optimizer is one of ELEMENTWISE, or stores moments in 8 bits. By path, `used_as` has the dtype
+    in which the model uses a parameter where it is not its own, and `groups` the settings where they are not the
+    optimizer's.
     """
 
     def __init__(
@@ -108,13 +95,15 @@ class Bundles:
             kind = leaf.dtype, (used_as or {}).get(path), self._groups.get(path, _PLAIN)
             bundle, room = kinds.get(kind, (None, 0))
             if bundle is None or leaf.size > room or len(bundle.paths) >= members:
-                bundle, room = Bundle([], [], *kind[1:]), most
+                bundle = Bundle([], [], *kind[1:])
+                room = most
                 self.all.append(bundle)
             bundle.paths.append(path)
             bundle.shapes.append(tuple(leaf.shape))
             kinds[kind] = bundle, room - leaf.size
         # A bundle of one parameter that the model uses as it is would only copy its gradient.
         self.all = [bundle for bundle in self.all if len(bundle.paths) > 1 or bundle.used_as is not None]
+        # The paths of all parameters that are in a bundle.
         self.members = {path for bundle in self.all for path in bundle.paths}
 
     def group(self, path: str) -> ParameterGroup:

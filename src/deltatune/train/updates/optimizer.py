@@ -68,7 +68,8 @@ class EightBit(mlx.optimizers.Adam):
     def _piece(self, part: dict[str, mx.array], scales: dict[str, mx.array]) -> list[mx.array]:
         """Return the updated numbers, and the codes and scales of both moments."""
         moments = {name: dequantized(part[name], scales[name], signed=name == "m") for name in ("m", "v")}
-        gradient, parameter = part["gradient"].astype(mx.float32), part["parameter"]
+        gradient = part["gradient"].astype(mx.float32)
+        parameter = part["parameter"]
         updated = super().apply_single(gradient, parameter.astype(mx.float32), moments).astype(parameter.dtype)
         return [updated, *quantized(moments["m"], signed=True), *quantized(moments["v"], signed=False)]
 
@@ -86,16 +87,12 @@ Schedule = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """How the updates of a run are made.
-
-    Attributes:
-        accumulate: The number of micro-batches in an update.
-        clip: The largest gradient norm that is not scaled down; None for no clipping.
-        groups: The groups of parameters by path; the optimizer's settings hold where the path is missing.
-    """
+    """How the updates of a run are made, each of `accumulate` micro-batches."""
 
     accumulate: int = 1
+    # The largest gradient norm that is not scaled down; None for no clipping.
     clip: float | None = None
+    # The groups of parameters by path; the optimizer's settings hold where the path is missing.
     groups: Mapping[str, ParameterGroup] | None = None
 
 
@@ -111,7 +108,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     name: getattr(schedulers, name) for name in ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 }
 _SCHEDULE_KEYS = ["name", "arguments", "warmup", "warmup_init"]
-_RATE, _COUNT, _SHARE, _ABOVE_0 = Range(least=0), Range(least=1), Range(least=0, below=1), Range(above=0)
+_RATE = Range(least=0)
+_COUNT = Range(least=1)
+_SHARE = Range(least=0, below=1)
+_ABOVE_0 = Range(above=0)
 # The type and the range of the arguments of schedules and the settings of optimizers, by name; `optimizer.name` where
 # a name means something else in that optimizer. A list holds two numbers.
 _SETTINGS: dict[str, tuple[Any, Range | None]] = {
@@ -134,19 +134,16 @@ def _check_setting(owner: str, name: str, value: Any, where: str) -> None:
 
 
 def build_schedule(settings: dict[str, Any]) -> Schedule:
-    """Build the learning-rate schedule of the YAML key `lr_schedule`.
+    """Build the learning-rate schedule of the YAML key `lr_schedule`; a wrong setting is a UserError.
 
-    Args:
-        settings: `name` (one of SCHEDULES), `arguments` (a list), and optionally `warmup` (in optimizer steps) and
-            `warmup_init` (the rate at the start, 0 by default). The warmup ends at the first argument, as in mlx_lm.
-
-    Raises:
-        UserError: If a key, the name, the arguments or the warmup is wrong.
+    The settings are `name` (one of SCHEDULES), `arguments` (a list), and optionally `warmup` (in optimizer steps) and
+    `warmup_init` (the rate at the start, 0 by default). The warmup ends at the first argument, as in mlx_lm.
     """
     for key in settings:
         if key not in _SCHEDULE_KEYS:
             raise UserError(f"lr_schedule: unknown key {short(key)}{nearest(str(key), _SCHEDULE_KEYS)}.")
-    name, arguments = settings.get("name"), settings.get("arguments")
+    name = settings.get("name")
+    arguments = settings.get("arguments")
     if not isinstance(name, str) or name not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise UserError(
@@ -186,7 +183,8 @@ def _rate_of(config: TrainConfig) -> float | Schedule:
     warmup = math.ceil(config.warmup * updates) if config.warmup < 1 else int(config.warmup)
     # A share of a single update would be all of it, and leave its rate at 0.
     warmup = 0 if config.warmup < 1 and updates == 1 else warmup
-    peak, word = config.learning_rate, config.lr_schedule
+    peak = config.learning_rate
+    word = config.lr_schedule
     if word == "constant" and not warmup:
         return peak
 
@@ -199,11 +197,7 @@ def _rate_of(config: TrainConfig) -> float | Schedule:
 
 
 def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
-    """Build the MLX optimizer that `config` names, with its `optimizer_config` and its learning rate or schedule.
-
-    Raises:
-        UserError: If a name or a setting is unknown or wrong.
-    """
+    """Build the MLX optimizer that `config` names, with its `optimizer_config` and its learning rate or schedule."""
     name = config.optimizer.lower()
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
@@ -249,18 +243,9 @@ def apply(
 ) -> tuple[Any, mx.array]:
     """Make one optimizer step: one parameter after another, so that memory never holds all of them twice.
 
-    If `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are.
-
-    Args:
-        optimizer: The optimizer; its state is updated.
-        parameters: The tree of parameters.
-        gradients: Their gradients, in the same structure.
-        healthy: A boolean scalar, such as whether the loss is finite.
-        clip: The largest norm that is not scaled down; None for no clipping.
-        group_of: The group of a parameter, by its path in the tree.
-
-    Returns:
-        The new parameters, and the gradients' norm before clipping.
+    If the boolean scalar `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are.
+    `clip` is the largest norm that is not scaled down. Returns the new parameters, and the gradients' norm before
+    clipping.
     """
     norm = global_norm(gradients)
     healthy = mx.logical_and(healthy, mx.isfinite(norm))

@@ -21,12 +21,7 @@ _NORM = re.compile(r"(layer|rms|group|batch|instance)norm|norm$")
 
 
 class ParameterGroup(NamedTuple):
-    """How an update treats the parameters of a group.
-
-    Attributes:
-        rate: The factor of the learning rate.
-        decays: Whether weight decay takes them.
-    """
+    """How an update treats the parameters of a group: its factor of the learning rate, and whether they decay."""
 
     rate: float = 1.0
     decays: bool = True
@@ -37,8 +32,7 @@ def parameter_groups(
 ) -> dict[str, ParameterGroup]:
     """Return the groups of the trained parameters, by path; a path without one is updated by the optimizer's settings.
 
-    Raises:
-        UserError: `decay_norm_and_bias` would change nothing.
+    A `decay_norm_and_bias` that would change nothing is a UserError.
     """
     rates = _rates(model, config)
     left_out = undecayed(model) if weight_decay(optimizer) else []

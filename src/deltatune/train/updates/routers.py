@@ -46,13 +46,11 @@ class RouterLosses(NamedTuple):
         """Return the term to add to the mean loss of a micro-batch, and [2, 2]: the reported losses, and their weights.
 
         The first is multiplied by `weight_or_one` of the rank's weight and summed over the ranks, and so has the weight
-        of the micro-batch's targets on all ranks. Without any target, nothing is trained.
-
-        Args:
-            sums: The sums that the routers collected.
-            weight: The sum of the weights of the micro-batch's targets on this rank.
+        of the micro-batch's targets on all ranks. Without any target, nothing is trained. `sums` are those that the
+        routers collected, and `weight` is that of the targets on this rank.
         """
-        total, weight_of_all = sum(sums[1:], start=sums[0]), weight
+        total = sum(sums[1:], start=sums[0])
+        weight_of_all = weight
         if self.wait_for_ranks:
             assert self.over_ranks is not None
             *_, weight_of_all = summed = self.over_ranks(mx.stop_gradient(mx.concatenate([total, weight[None]])))
@@ -75,11 +73,7 @@ def router_figures(model: nn.Module) -> tuple[str, ...]:
 
 
 def router_losses(model: nn.Module, config: TrainConfig, world: World) -> RouterLosses | None:
-    """Return the losses of the routers of a patched model; None for a model without a router.
-
-    Raises:
-        UserError: If a weight is set and the model has no router.
-    """
+    """Return the losses of the routers of a patched model; None for one without, for which no weight may be set."""
     over_ranks = world.sum if world.size > 1 else None
     losses = RouterLosses(config.router_aux_loss_coef, config.router_z_loss_coef, over_ranks)
     if has_routers(model):
