@@ -187,7 +187,7 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]
     ours = counts[recurrence.OURS] + counts[recurrence.BACKWARD]
     if ours:
-        line = f"{ours:,} traced calls of gated_delta_update{f' and {attended:,} of attention' if attended else ''}"
+        line = f"{ours:,} traced calls of recurrences{f' and {attended:,} of attention' if attended else ''}"
         decoding = f"{counts[recurrence.UPSTREAM]:,} decoding calls stayed upstream's."
         say(f"deltatune: {line} got deltatune's gradients; {decoding}", sys.stderr)
     elif left_alone:
@@ -199,14 +199,14 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     elif attended:
         say(
             f"deltatune: {attended:,} traced calls of attention got deltatune's gradients; the program has no "
-            "gated-delta layer, runs it in another process, or replaces it itself.",
+            "recurrent layer, runs it in another process, or replaces it itself.",
             sys.stderr,
         )
     elif crashed:
-        say("deltatune: the program ended with an error before it reached a gated-delta layer.", sys.stderr)
+        say("deltatune: the program ended with an error before it reached a recurrent layer.", sys.stderr)
     else:
         say(
-            "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "
+            "deltatune: WARNING: no recurrent layer was reached. Whatever this program trained, it trained with its "
             "own code: the program has no such layer, runs it in another process, or replaces it itself.",
             sys.stderr,
         )

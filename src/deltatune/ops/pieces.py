@@ -48,8 +48,8 @@ class States:
 
     @property
     def handed(self) -> list[mx.array]:
-        """The arrays that the piece hands on."""
-        return [array for array in self.arrays if array is not None]
+        """The arrays that the piece hands on; a convolution's last rows are a slice, which would hold all rows."""
+        return [mx.contiguous(array) for array in self.arrays if array is not None]
 
     @property
     def following(self) -> list[mx.array]:

@@ -68,8 +68,7 @@ class TracedStep:
     # The nodes of the forward pass, and how many primitives come before the update.
     forward: set[Node]
     update_from: int
-    # How many arrays are gradients.
-    gradients: int
+    before: Before
     # The arrays behind the nodes, held here because an address is valid only while its array exists.
     arrays: list[mx.array]
     # A vision tower that does not train runs before the step, one frame at a time; `tower_reads` are its inputs.
@@ -163,15 +162,19 @@ def _set_up(
 def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None) -> Before:
     """Return the arrays that exist before a step."""
     with _set_up(model, config, layout, checkpoints, None) as start:
-        machine = Simulation(layout, backend.here(PACES))
-        machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
-        shared = sum(len(group) - 2 for group in start.shared_buffers)
-        parameters = [array for _, array in leaves(model.parameters())]
-        groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
-        counts = {name: len(arrays) for name, arrays in groups.items()}
-        counts["parameters"] -= shared
-        sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
-        return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
+        return _before(model, layout, start)
+
+
+def _before(model: nn.Module, layout: ArrayLayout, start: _Start) -> Before:
+    machine = Simulation(layout, backend.here(PACES))
+    machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
+    shared = sum(len(group) - 2 for group in start.shared_buffers)
+    parameters = [array for _, array in leaves(model.parameters())]
+    groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
+    counts = {name: len(arrays) for name, arrays in groups.items()}
+    counts["parameters"] -= shared
+    sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
+    return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
 
 
 def trace_step(
@@ -190,6 +193,7 @@ def trace_step(
     UserError where options of `config` conflict.
     """
     with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
+        there = _before(model, layout, start)
         step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         existing_arrays, shared_buffers = start.arrays, start.shared_buffers
@@ -218,9 +222,9 @@ def trace_step(
         phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
     referenced = [*existing_arrays, *first, *second, *_leaves(batch), *features]
-    count, inputs = len(_leaves(gradients)), start.traced.inputs.bytes
+    inputs = start.traced.inputs.bytes
     return TracedStep(
-        phases, held, shared_buffers, names, forward, update_from, count, referenced, tower, tower_reads, inputs
+        phases, held, shared_buffers, names, forward, update_from, there, referenced, tower, tower_reads, inputs
     )
 
 
