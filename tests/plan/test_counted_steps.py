@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from counted_programs import peak_of_step
 from deltatune.machine import backend
 from deltatune.ops import checkpoint, cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
@@ -51,16 +52,10 @@ def options(loss):
 
 
 def counted(model, loss, batch):
-    """The peak of a step after the first by MLX's own count, the lowest of two: memory freed late adds to it."""
     # Plans, steps and earlier tests leave arrays behind that only a collection frees.
     gc.collect()
     before = mx.get_active_memory() - sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    step, peaks = Step(model, build_optimizer(TrainConfig()), loss, World()), []
-    for _ in range(3):
-        mx.reset_peak_memory()
-        mx.eval(step.micro_batch(batch, step.zeros()))
-        peaks.append(mx.get_peak_memory() - before)
-    return min(peaks[1:])
+    return peak_of_step(Step(model, build_optimizer(TrainConfig()), loss, World()), batch, before)
 
 
 def slope(peaks):
