@@ -22,6 +22,7 @@ from ..options.values import unknown_names
 from .batches.packing import pack, row_capacity
 from .batches.stream_order import ExampleStream, StreamedSplits
 from .chats import answer_ends
+from .chats.unwritten import UnwrittenParts, note
 from .example import Example, Splits
 from .preferences.preference import Preference, completed
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
@@ -146,11 +147,11 @@ def _prompts(
 ) -> list[PromptExample]:
     """Read the prompts of a split."""
     room = config.max_seq_length - config.max_completion_length
-    read = [
-        prompt_example(row, source, features, tokenizer, config, placer)
-        for table, features in parts
-        for source, row in table.rows()
-    ]
+    read: list[PromptExample] = []
+    for table, features in parts:
+        lost = UnwrittenParts(tokenizer)
+        read += [prompt_example(row, source, features, tokenizer, config, lost, placer) for source, row in table.rows()]
+        notes += [f"{table.name}: {note(*counted)}" for counted in lost.counts.items()]
     prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
     if left_out := len(read) - len(prompts):
         longest = max(read, key=lambda prompt: len(prompt.tokens))
@@ -285,8 +286,9 @@ def _stored(
         }
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
-    if not folder.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
-        raise UserError(f"{data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.")
+    if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
+        slashes = "; a path has / here, not \\" if "\\" in data else ""
+        raise UserError(f"{data}: no such folder{slashes}; expected one with train.jsonl, or a Hugging Face data set.")
     with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
         return open_dataset(data)
 

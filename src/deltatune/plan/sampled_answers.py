@@ -38,9 +38,11 @@ def with_sampling(
     pictures = has_vision(model)
     if not config.samples_answers or not (pictures or can_be_joined(model)):
         return forecast
-    rows, length = forecast.rows * config.grad_accumulation_steps, forecast.length
+    rows = forecast.rows * config.grad_accumulation_steps
+    length = forecast.length
     if packed is not None:
-        rows, length = rows * packed.slots, packed.longest
+        rows = rows * packed.slots
+        length = packed.longest
     # Answers to prompts with pictures are sampled one prompt after the other.
     rows = config.rows_each if pictures else min(ROWS, rows)
     decoder = model["language_model"] if pictures else model
