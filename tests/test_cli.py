@@ -119,7 +119,15 @@ def test_sizes(text, size):
         (["plan", "--model", "m"], r"^deltatune: --data is missing .*; for example: deltatune plan .*train.jsonl"),
         (["eval", "--model", "m"], r"^deltatune: --data is missing .*; for example: deltatune eval .*test.jsonl"),
         (["eval", "--tasks", "x"], r"^deltatune: --model is missing"),
-        (["train", "--dtype", "bf16"], r"unknown option --dtype\n"),
+        (["train", "--dtype", "bf16"], r"unknown option --dtype \(a model trains in the dtype of its weights\)\n"),
+        (["train", "--resume-from-checkpoint", "x"], r"did you mean '--resume'\?\)\n"),
+        (["train", "--rslora"], r"did you mean 'lora_parameters: \{rslora: ...\} in a file, -c FILE'\?"),
+        (["train", "--loss", "rloo"], r"kto, simpo, .* \(it is a --loss-variant of --loss grpo\)\n"),
+        (["train", "--pack", "yes"], r"--pack takes no value, got 'yes'; leave it out, or give --no-pack\n"),
+        (["train", "--test", "true"], r"--test takes no value, got 'true'; leave it out, or give --no-test\n"),
+        (["train", "--show-batch", "1"], r"--show-batch takes no value, got '1'; leave it out\n"),
+        (["train", "more", "words"], r"unrecognized arguments: more words\n"),
+        (["fuse"], r"'fuse' is not one of train, .*did you mean 'merge'"),
         (["train", "--bogus"], r"unknown option --bogus\n"),
         (["generate", "--model", "m", "--promt", "x"], r"unknown option --promt \(did you mean '--prompt'\?\)\n"),
         (
@@ -180,7 +188,15 @@ def test_unknown_yaml_keys_name_the_nearest(run, tmp_path):
 def test_help_is_grouped_and_complete(run):
     code, out, _ = run("train", "--help")
     assert code == 0
-    for title in ("model:", "data:", "what trains:", "optimizer:", "run and evaluation:", "saving and reporting:"):
+    first = out[out.index("\nmost runs give these:\n") : out.index("\n\ndata:\n")]
+    assert re.findall(r"^  (--\S+)", first, re.M) == [
+        "--model",
+        "--data",
+        "--learning-rate",
+        "--iters",
+        "--adapter-path",
+    ]
+    for title in ("data:", "what trains:", "optimizer:", "run and evaluation:", "saving and reporting:"):
         assert f"\n{title}\n" in out
     for field in dataclasses.fields(TrainConfig):
         flag = field.metadata["flag"]
@@ -303,6 +319,26 @@ def test_the_console_script_and_the_module_are_the_same(tmp_path):
         done = subprocess.run([*command, "train", "-c", "/none"], capture_output=True, text=True, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith("deltatune: config /none: cannot be read")
+
+
+@pytest.mark.bad_input("a YAML file of another trainer")
+def test_a_file_of_another_trainer_is_answered_key_by_key(run, tmp_path):
+    keys = [
+        "datasets",
+        "base_model",
+        "sequence_len",
+        "val_set_size",
+        "micro_batch_size",
+        "num_epochs",
+        "flash_attention",
+    ]
+    odd = [f"odd{number}" for number in range(9)]
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{key}: 1\n" for key in [*keys, *odd]))
+    err = run("train", "-c", file)[2].splitlines()
+    assert err[1] == f"{file}: unknown key 'base_model' (did you mean 'model'?)."
+    assert err[6].endswith("'flash_attention' (attention runs the fastest kernel that is right on this device).")
+    assert err[12:] == [f"{file}: 4 more unknown keys."]
 
 
 @pytest.mark.bad_input("a YAML file with several mistakes")

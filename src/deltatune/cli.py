@@ -30,6 +30,7 @@ from .commands import (
 from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import ranks, startup
+from .machine.command_line import raise_at_signals
 from .machine.wrapping import for_stream
 from .ops import IMPLEMENTATIONS
 from .options.values import short
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         Warnings().install()
     try:
+        raise_at_signals()
         words = (sys.argv[1:] if argv is None else argv) or ["--help"]
         arguments = parser(words[0]).parse_args(words)
         startup.check(IMPLEMENTATIONS)

@@ -187,7 +187,12 @@ def test_a_missing_file(tokenizer, folder):
 def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
-    messages = {"nowhere": "no such folder; expected one with train.jsonl", "empty": "no train.jsonl in this folder"}
+    messages = {
+        "nowhere": "no such folder; expected one with train.jsonl",
+        "empty": "no train.jsonl in this folder",
+        "a\\b": r"no such folder; a path has / here, not \\; expected one",
+        "../../../../../../../../dev/null": "no such folder",
+    }
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):
             load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)

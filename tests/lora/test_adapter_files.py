@@ -201,6 +201,7 @@ ADAPTER = {
         "train --data d --resume-adapter-file mlx",
         "it is a folder; give mlx/adapters.safetensors",
     ),
+    "PEFT's folder for MLX's file": ("train --data d --resume-adapter-file peft", "this is PEFT's; write it as MLX's"),
     "an adapter for a model": ("generate --prompt a --model mlx", "it holds an adapter; give it as --adapter-path"),
     "MLX's for PEFT's": ("import --save-path new --peft mlx", "not an adapter of PEFT. MLX's needs no import"),
     "a file for PEFT's folder": (

@@ -182,3 +182,16 @@ def test_macos_flushes_the_drive_itself_and_a_network_drive_as_it_can(tmp_path, 
     # The file, then its folder.
     assert asked == ([51, "fsync", 51, "fsync"] if refused else [51, 51])
     assert (tmp_path / "file").read_bytes() == b"text"
+
+
+@pytest.mark.bad_input("a folder that has no room for a file")
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    path = tmp_path / "file"
+
+    def fill(temporary):
+        temporary.write_text("x")
+        raise OSError(errno.ENOSPC, "No space left on device", str(temporary))
+
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        atomic_files.replace_file(path, fill)
+    assert list(tmp_path.iterdir()) == []

@@ -101,24 +101,6 @@ def test_without_mlx_help_and_version_work_and_an_import_fails(without_mlx):
     assert script.stderr.startswith("deltatune: MLX cannot be loaded")
 
 
-@pytest.mark.parametrize(
-    ("argv", "original", "command_line"),
-    [
-        (["-m", "train"], ["python", "-m", "deltatune", "train"], True),
-        (["-m"], ["python", "-Im", "deltatune"], True),
-        (["-m"], ["python", "-m", "my.trainer", "deltatune"], False),
-        (["/usr/bin/deltatune", "train"], ["python", "/usr/bin/deltatune", "train"], True),
-        (["train.py"], ["python", "train.py"], False),
-        ([""], ["python"], False),
-        ([], [], False),
-    ],
-)
-def test_the_command_line_is_recognised(monkeypatch, argv, original, command_line):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", original)
-    assert startup._is_command_line() is command_line
-
-
 @pytest.fixture
 def torch_folder(tmp_path):
     """A folder with a package torch that cannot be imported, which transformers takes for PyTorch."""

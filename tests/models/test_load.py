@@ -203,6 +203,13 @@ def test_truncated_weights(damaged, keep):
     refused("cut short|not a safetensors file", load, path)
 
 
+@pytest.mark.bad_input("a checkpoint of pointers, as git clones it without Git LFS")
+def test_pointers_in_the_place_of_weights(damaged):
+    path = damaged()
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    refused("a pointer of Git LFS in the file's place; run `git lfs pull`", load, path)
+
+
 @pytest.mark.parametrize(
     ("header", "message"),
     [

@@ -79,6 +79,6 @@ def test_a_file_that_grows_is_not_written_out(run, tmp_path):
     file.write_text("\n".join([*lines, "iters: *a11"]))
     code, _, err = run("train", "-c", file)
     assert code == 2
-    assert len(err) < 500
+    assert len(err) < 2500
     file.write_text("\n".join(f"optimizer_config: {line}" if n == 0 else f"  {line}" for n, line in enumerate(lines)))
     assert run("train", "-c", file)[0] == 2

@@ -45,9 +45,13 @@ def test_a_learning_rate_that_is_hardly_meant_is_noted(options, noted):
 
 def test_all_this_comes_before_loading(checkpoint, data_folder, tmp_path):
     given = ["train", "--model", checkpoint, "--data", data_folder, "--adapter-path", tmp_path / "out"]
-    wrong = called(*given, "--optimizer", "adamww")
-    assert wrong.returncode == 2
-    assert "optimizer" in wrong.stderr
-    assert "Loading" not in wrong.stdout
+    for flag, value, said in (
+        ("--optimizer", "adamww", "optimizer: unknown name 'adamww'"),
+        ("--resume-adapter-file", "none.safetensors", "adapter none.safetensors: no such file"),
+    ):
+        wrong = called(*given, flag, value)
+        assert wrong.returncode == 2
+        assert said in wrong.stderr
+        assert "Loading" not in wrong.stdout
     high = called(*given, "--learning-rate", 100, "--iters", 1, "--batch-size", 64)
     assert high.stdout.index("Note: the learning rate is 100") < high.stdout.index("Loading")

@@ -78,6 +78,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [word for word in unknown[1].split() if word.startswith("-")]
             message = ", ".join(f"unknown option {flag}{nearest(flag.split('=')[0], flags_here)}" for flag in flags)
+        value = re.match(r"unrecognized arguments: ([^-\s]\S*)", message)
+        if value and value[1] in self._words[1:]:
+            flag = self._words[self._words.index(value[1]) - 1]
+            opposite = f", or give --no-{flag[2:]}" if f"--no-{flag[2:]}" in flags_here else ""
+            message = (
+                f"{flag} takes no value, got {value[1]!r}; leave it out{opposite}" if flag in flags_here else message
+            )
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             known = [word.strip(" '") for word in command[2].split(",")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +11,22 @@ import numpy as np
 
 from ..errors import UserError
 from ..options.config import TrainConfig
+from .chats.rendering import Renderer
+from .chats.unwritten import UnwrittenParts
 from .example import Example
 from .prompts import conversation_tokens, text_tokens
 from .rows.row_formats import (
     ASSISTANT,
+    Conversation,
     Features,
     Messages,
     RowFormats,
     join_text_parts,
+    messages_in_text,
     template_options_of,
     tools_of,
 )
+from .text import MediaPlacer, PlacedMedium, check_calls, check_roles
 from .vision.messages import media_kind
 
 # The column under which rewards find the answer that a row has behind its prompt, unless the row has one of this name.
@@ -58,7 +63,7 @@ def messages_to_answer(row: Any, source: str, features: Features) -> tuple[Messa
     A row without a known format is refused by a UserError that names `source`.
     """
     alone = isinstance(row, Mapping) and row.get(features.completion) is None
-    question = row.get(features.prompt) if alone else None
+    question = messages_in_text(row.get(features.prompt)) if alone else None
     if isinstance(question, str) and question.strip():
         return [{"role": "user", "content": question}], []
     formats = RowFormats(Features(chat=features.prompt) if isinstance(question, list) else features)
@@ -83,31 +88,54 @@ def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, A
     return conversation_tokens(tokenizer, messages, f"change {source}", options)
 
 
-def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig) -> PromptExample:
-    """Return the prompt of a row with its other columns.
+def prompt_example(
+    row: Any,
+    source: str,
+    features: Features,
+    tokenizer: Any,
+    config: TrainConfig,
+    unwritten: UnwrittenParts,
+    placer: MediaPlacer | None = None,
+) -> PromptExample:
+    """Return the prompt of a row with its other columns; parts that the chat template leaves out are counted.
 
-    A UserError refuses a row that has no known format, holds images, or leaves no token.
+    `placer` puts its images and videos into the prompt.
+
+    A UserError refuses a row that has no known format or an unknown role, holds images, or leaves no token.
     """
     parts = messages_to_answer(row, source, features)
+    media: Sequence[PlacedMedium] = ()
     columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}
     if parts is None:
         question: str | Messages = RowFormats(features).text(row, source).text
         tokens = text_tokens(tokenizer, question)  # type: ignore[arg-type]
     else:
         messages, answers = parts
-        if kind := media_kind(row, messages):
-            raise UserError(f"{source}: this row has {kind}s, and loss: grpo answers texts alone; remove the row.")
-        options = {**(config.chat_template_config or {}), **template_options_of(row, source)}
-        options["tools"] = tools_of(row, source)
-        messages = join_text_parts(messages, source)
-        tokens = tokens_to_answer(tokenizer, messages, options, source)
-        question = row[features.prompt] if isinstance(row.get(features.prompt), str) else messages
+        options = template_options_of(row, source)
+        tools = tools_of(row, source)
+        if placer is None:
+            if kind := media_kind(row, messages):
+                raise UserError(f"{source}: this row has {kind}s, and the model no vision tower; remove the row.")
+            messages = join_text_parts(messages, source)
+        else:
+            messages, media = placer.place(row, messages, source)  # type: ignore[assignment]
+        asked = {**(config.chat_template_config or {}), **options, "tools": tools}
+        tokens = tokens_to_answer(tokenizer, messages, asked, source)
+        renderer = Renderer(tokenizer, config.chat_template_config)
+        check_roles(messages, renderer.template(tools), source)
+        check_calls(messages, renderer.template(tools), source)
+        unwritten.count_prompt(
+            Conversation(messages, tools, [], False, source, options, media),
+            lambda spoken, tools: renderer.text(spoken, tools, {**options, "add_generation_prompt": True}),
+        )
+        question = messages_in_text(row.get(features.prompt))
+        question = question if isinstance(question, str) else messages
         if answers and answers[-1].get("content") is not None:
             columns.setdefault(ANSWER, answers[-1]["content"])
     if not tokens:
         raise UserError(f"{source}: no token is left of the prompt; remove this row.")
     targets = np.zeros(len(tokens), bool)
-    return PromptExample(
+    example = PromptExample(
         np.array(tokens, np.int32),
         targets,
         source,
@@ -116,3 +144,4 @@ def prompt_example(row: Any, source: str, features: Features, tokenizer: Any, co
         most=config.max_completion_length,
         plain=parts is None,
     )
+    return example if placer is None else placer.with_pictures(example, media)

@@ -297,13 +297,21 @@ def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array], first
     return rows
 
 
+def check_file(path: Path) -> None:
+    """Refuse, with a UserError, a path that is no file of adapters, or one of PEFT's."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / CONFIG).is_file():
+        read_config(folder)
+    if not path.is_file():
+        hint = f"it is a folder; give {path / WEIGHTS}" if path.is_dir() else "no such file"
+        raise UserError(f"adapter {path}: {hint}.")
+
+
 def read_weights(path: Path) -> dict[str, mx.array]:
     """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked. UserError
     for a file that is damaged or empty, and for NaN or infinity.
     """
-    if not path.is_file():
-        hint = f"it is a folder; give {path / WEIGHTS}" if path.is_dir() else "no such file"
-        raise UserError(f"adapter {path}: {hint}.")
+    check_file(path)
     if not read_header(path).tensors:
         raise UserError(f"adapter {path}: holds no tensor.")
     try:
@@ -425,7 +433,9 @@ def _fitted(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
 
 def _axis(leaf: str, factor: mx.array) -> int:
     """The axis of a factor that is as long as the rank."""
-    return 1 if leaf == "lora_a" else 2 if factor.ndim == 3 else 0
+    if leaf == "lora_a":
+        return 1
+    return 2 if factor.ndim == 3 else 0
 
 
 def _is_used(factor: mx.array, axis: int) -> np.ndarray:

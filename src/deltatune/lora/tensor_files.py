@@ -87,6 +87,8 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if prefix == b"version ":
+                raise UserError(f"{path}: a pointer of Git LFS in the file's place; run `git lfs pull` in its folder.")
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                 raise UserError(f"{path}: not a safetensors file, or cut short ({size:,} bytes); download it again.")
             header = file.read(length)

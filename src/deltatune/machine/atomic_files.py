@@ -28,6 +28,11 @@ def replace_file(path: Path, write: Callable[[Path], object], keep: Path | None 
         if keep is not None and path.exists():
             os.replace(path, keep)
         os.replace(temporary, path)
+    except OSError as error:
+        # A message names the file that was asked for.
+        if error.filename == str(temporary):
+            error.filename = str(path)
+        raise
     finally:
         # If the folder itself cannot be entered, the exception that is already being raised says so.
         with contextlib.suppress(OSError):

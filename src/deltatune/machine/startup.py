@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..errors import UserError, first_line
 from . import blas, environment, subnormals
+from .command_line import is_command_line
 
 _problem: UserError | None = None
 
@@ -47,7 +47,7 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
             environment.keep_numpy_in_one_thread()
             _start_mlx()
     except UserError as error:
-        if not _is_command_line():
+        if not is_command_line():
             # The lines of a traceback would stand before the remedy.
             sys.stderr.write(f"deltatune: {error}\n")
             raise
@@ -68,7 +68,7 @@ def leave_torch_out(*, own_process: bool = False) -> None:
     a cold disk). mlx-lm and mlx-vlm read tokenizers and images without it. Another program, tasks of lm-eval and code
     of a checkpoint may need PyTorch, so commands that run them do not call this.
     """
-    if "torch" not in sys.modules and (own_process or _is_command_line()):
+    if "torch" not in sys.modules and (own_process or is_command_line()):
         hide_torch()
         # transformers would advise to install PyTorch.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -110,14 +110,3 @@ def _start_mlx() -> None:
             "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]' or 'deltatune[cuda12]'; on macOS "
             "pip install --force-reinstall mlx."
         ) from error
-
-
-def _is_command_line() -> bool:
-    """Whether this process was started as `deltatune ...` or `python -m deltatune ...`."""
-    # While Python looks for the module of -m, the program is called -m.
-    if sys.argv[:1] == ["-m"]:
-        following = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-        return any(flag.startswith("-") and flag.endswith("m") and name == "deltatune" for flag, name in following)
-    program = Path(sys.argv[0]) if sys.argv else Path()
-    # Afterwards it is called by the path of __main__.py.
-    return (program.parent.name if program.name == "__main__.py" else program.stem) == "deltatune"

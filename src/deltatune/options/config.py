@@ -20,7 +20,7 @@ __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
 # By the group in which an option is listed.
-_model = partial(option, "model")
+_first = partial(option, "most runs give these")
 _data = partial(option, "data")
 _tune = partial(option, "what trains")
 _loss = partial(option, "loss")
@@ -114,8 +114,8 @@ class TrainConfig:
         UserError: A value is not one that the option may have, or two options contradict each other.
     """
 
-    model: str | None = _model(None, "folder of the model, or its name on the Hugging Face hub; required")
-    data: str | None = _data(
+    model: str | None = _first(None, "folder of the model, or its name on the Hugging Face hub; required")
+    data: str | None = _first(
         None,
         "file of training data (.jsonl, .json, .csv, .tsv or .parquet), folder that holds train.jsonl, valid.jsonl and "
         "test.jsonl, or the name of a Hugging Face data set; required without hf_dataset",
@@ -248,7 +248,7 @@ class TrainConfig:
     optimizer_config: dict[str, dict[str, Any] | None] = _optimizer(
         dict, "settings for each optimizer by name, such as {adamw: {weight_decay: 0.01}}", flag=False
     )
-    learning_rate: float = _optimizer(
+    learning_rate: float = _first(
         None,
         "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of it",
         range=POSITIVE,
@@ -301,7 +301,7 @@ class TrainConfig:
         "number of passes over the training data, in place of iters; a fraction of one is rounded up to a batch",
         range=POSITIVE,
     )
-    iters: int = _run(1000, "number of iterations to train for", range=COUNT)
+    iters: int = _first(1000, "number of iterations to train for", range=COUNT)
     grad_checkpoint: bool | str = _run(
         False,
         "recompute each layer in the backward pass, which takes less memory and more time; auto recomputes as few "
@@ -384,7 +384,7 @@ class TrainConfig:
     early_stopping: int | None = _run(
         None, "stop training after this many evaluations without a lower loss", range=COUNT
     )
-    adapter_path: str = _save("adapters", "folder to which a run writes all its files")
+    adapter_path: str = _first("adapters", "folder to which a run writes all its files")
     resume: bool = _save(False, "continue the run that is saved in adapter_path, with the same results bit for bit")
     overwrite: bool = _save(
         False, "delete an earlier run in adapter_path; by default it is moved to a numbered folder beside it"
@@ -415,7 +415,7 @@ class TrainConfig:
     project_name: str | None = _save(
         None, "project name for the loggers of report_to; default: the current folder's name"
     )
-    trust_remote_code: bool = _model(False, "allow code that comes with the model or its tokenizer to run")
+    trust_remote_code: bool = _run(False, "allow code that comes with the model or its tokenizer to run")
     force: bool = _run(
         False,
         "go on even if the plan says that the run cannot fit in memory, or upstream's code has to run where "

@@ -68,8 +68,8 @@ class Range:
     size: bool = False
 
     def __contains__(self, number: float) -> bool:
-        most = self.most if self.most is not None else _MOST_INT if isinstance(number, int) else _MOST_FLOAT
-        inside = math.isfinite(number) and abs(number) <= most
+        most = _MOST_INT if isinstance(number, int) else _MOST_FLOAT
+        inside = math.isfinite(number) and abs(number) <= (most if self.most is None else self.most)
         inside = inside and (self.least is None or number >= self.least)
         inside = inside and (self.above is None or number > self.above)
         inside = inside and (self.below is None or number < self.below)
@@ -128,13 +128,17 @@ def short(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
+# One of these is among the known words where an option or its value is meant, and no column of data.
+_OF_OPTIONS = {"--model", "model", "lora", "sft"}
+
+
 def nearest(word: str, known: list[str]) -> str:
     """Return " (did you mean 'x'?)" for the known word closest to `word`, or an empty string if none is close.
 
     The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
     for an option is close to ours.
     """
-    if plain(word) in NO_OPTION:
+    if plain(word) in NO_OPTION and _OF_OPTIONS & {*known}:
         return f" ({NO_OPTION[plain(word)]})"
     if meant := option_meant(word, known):
         return f" (did you mean {meant!r}?)"
@@ -167,7 +171,7 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
 
 
 # How many unknown keys of a file are named, since a file may hold any number.
-_NAMED = 8
+_NAMED = 12
 
 
 def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
@@ -185,13 +189,11 @@ def check_values(cls: type, values: Mapping[str, Any], where: str) -> None:
 
 
 def unknown_names(names: Iterable[Any], known: list[str], where: str) -> list[str]:
-    """Return a message for each unknown name, with the nearest known one; one in all for many."""
+    """Return a message for each unknown name, with the nearest known one; of many, for the first."""
     before = f"{where}: " if where else ""
     unknown = [name for name in names if name not in known]
-    if len(unknown) > _NAMED:
-        few = ", ".join(map(short, unknown[:_NAMED]))
-        return [f"{before}unknown keys {few} and {len(unknown) - _NAMED:,} more."]
-    return [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in unknown]
+    messages = [f"{before}unknown key {short(name)}{nearest(str(name), known)}." for name in unknown[:_NAMED]]
+    return messages + [f"{before}{len(unknown) - _NAMED:,} more unknown keys."] * (len(unknown) > _NAMED)
 
 
 def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> Any:

@@ -93,7 +93,9 @@ class Steps:
     """Forecasts training steps of a model with its adapters; nothing is evaluated and the model is left unchanged."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, layout: ArrayLayout):
-        self.model, self.config, self._layout = model, config, layout
+        self.model = model
+        self.config = config
+        self._layout = layout
         # The arrays before a step of all layers.
         self._before: Before | None = None
         # The forecasts so far.
@@ -171,14 +173,17 @@ class Steps:
             return self._planned(shape, few.every, layer_inputs, brake)
         queued = [(held, place) for machine in machines for place, held in whole(machine).items()]
         (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
-        amount, limit, where = most.bytes, None, largest.words(paths)
+        amount = most.bytes
+        limit = None
+        where = largest.words(paths)
         if brake is not None:
             # Each operation waits for the one before.
             least = max(held.bytes for held in whole(simulate_step(built, layout, 0)).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
         if tower is not None and (alone := tower.bytes + left_out.bytes) > amount:
-            amount, where = alone, "the vision tower, before the step"
+            amount = alone
+            where = "the vision tower, before the step"
         return Forecast(
             shape.rows,
             shape.length,

@@ -93,10 +93,12 @@ def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> B
     shape = (rows, length)
     segments = np.zeros(shape, np.int32) if packed else None
     ones = np.ones(shape, np.float32)
-    blank, nothing = np.zeros(shape, np.int32), ((),) * rows
+    blank = np.zeros(shape, np.int32)
+    nothing = ((),) * rows
     held = None
     if preferences:
-        one, two = np.ones(preferences, np.float32), np.ones((preferences, 2), np.float32)
+        one = np.ones(preferences, np.float32)
+        two = np.ones((preferences, 2), np.float32)
         held = PreferenceBatch(blank, np.zeros(preferences, np.int32), one, one, two, two, two)
     return Batch(blank, blank, ones, segments, nothing, nothing, preferences=held)
 
@@ -149,10 +151,12 @@ def _set_up(
     layer_inputs: InputsPlace | None,
 ) -> Iterator[_Start]:
     with contextlib.ExitStack() as stack:
-        trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
+        trained = stack.enter_context(_as_trained(model, config, checkpoints))
+        optimizer = build_optimizer(config)
         traced = stack.enter_context(noted_passes(model, trained, layer_inputs))
         step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
-        sums, moments = Sums(step.zeros(), mx.array(0.0), mx.array(0.0)), _leaves(optimizer.state)
+        sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
+        moments = _leaves(optimizer.state)
         arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
         if trained.teacher is not None and config.memory is None:
             arrays += _leaves(trained.teacher.state)
@@ -194,7 +198,10 @@ def trace_step(
     """
     with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
         there = _before(model, layout, start)
-        step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
+        step = start.step
+        before = _leaves(model.trainable_parameters())
+        sums = start.sums
+        moments = start.moments
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         existing_arrays, shared_buffers = start.arrays, start.shared_buffers
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import mlx.nn as nn
 
 from ..errors import UserError
 from ..lora import Adapter, adapters, pissa
+from ..lora.adapter_files import check_file
 from ..lora.convert import whole_modules, without_adapters
 from ..lora.new_rows import grown_tables
 from ..lora.select import select
@@ -38,6 +40,8 @@ def check_options(config: TrainConfig) -> list[str]:
             f"decay_norm_and_bias: the weight decay of {config.optimizer} is 0 here; set it in optimizer_config, such "
             "as {adamw: {weight_decay: 0.01}} for optimizer: adamw, or leave decay_norm_and_bias out."
         )
+    if config.resume_adapter_file is not None:
+        check_file(Path(config.resume_adapter_file))
     objective_of(config)
     if config.loss == "grpo":
         variant_of(config)

@@ -181,3 +181,33 @@ def test_the_second_start_notes_the_same(with_template, folder):
     for _ in range(2):
         notes = load_datasets(config, tokenizer).notes
         assert f"{config.data}/train.jsonl: {note('developer messages', 1)}" in notes
+
+
+REWARDED = {"loss": "grpo", "reward_funcs": ["exact"], "max_completion_length": 8}
+
+
+def test_prompts_of_rewards_are_looked_at_and_may_be_json_in_a_cell(with_template, folder):
+    choosy = "{% if messages[0].content == 'known' %}{{ raise_exception('known') }}{% endif %}"
+    for template in ("", "{% if not add_generation_prompt %}{{ raise_exception('no answer') }}{% endif %}", choosy):
+        tokenizer = with_template(template + TEMPLATES["one system message"])
+        prompt = [{"role": "developer", "content": "brief"}, *ASKED]
+        config = folder(train=[{"prompt": prompt}, {"prompt": json.dumps(prompt)}, {"prompt": "[1]"}], **REWARDED)
+        splits = load_datasets(config, tokenizer)
+        assert splits.notes[:1] == [f"{config.data}/train.jsonl: {note('developer messages', 2)}"], template
+        one, other, text = splits.train
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert (other.question, text.question) == (prompt, "[1]")
+
+
+@pytest.mark.bad_input("a prompt for rewards with an unknown role, or with calls of tools that the template leaves out")
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "User", "content": "e"}, r"message 1: unknown role 'User' \(did you mean 'user'\?\)"),
+        (TEXT | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "does not write calls of tools"),
+    ],
+)
+def test_prompts_of_rewards_are_checked_as_other_chats_are(tokenizers, folder, message, said):
+    config = folder(train=[{"prompt": [message, *ASKED]}], **REWARDED)
+    with pytest.raises(UserError, match=rf"train.jsonl:1: {said}" if "role" in said else said):
+        load_datasets(config, tokenizers("plain"))

@@ -63,6 +63,13 @@ def test_files_of_several_columns(tmp_path):
         hugging_face(str(tmp_path))
 
 
+@pytest.mark.bad_input("a CSV file that is not UTF-8")
+def test_other_encodings_are_named(tmp_path):
+    (tmp_path / "old.csv").write_bytes("prompt,completion\na,\xe4\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"old.csv: not UTF-8 \(byte 0xe4\); save the file as UTF-8"):
+        hugging_face(str(tmp_path / "old.csv"))
+
+
 def test_labels_are_read_from_text(checkpoint, tmp_path):
     rows = [{"prompt": "the fox", "completion": "jumps", "label": label} for label in ("True", "false", "1", "0")]
     data = tmp_path / "data"

@@ -78,7 +78,9 @@ def test_an_image_behind_many_texts_is_found(shape, writer, tmp_path, monkeypatc
         features = datasets.Features({**known, **types})
     WRITERS[writer](datasets.Dataset.from_list(rows, features=features), tmp_path)
     config = TrainConfig(data=str(tmp_path), loss="dpo" if shape == "preferences" else "sft")
-    where = f"{tmp_path} [train] row {TEXTS}"
+    where = f"{tmp_path}/train.parquet row {TEXTS + 1}"
+    if writer == "save_to_disk":
+        where = f"{tmp_path} [train] row {TEXTS}"
     assert first_image(config) == (f"{where}, in a video" if "video" in shape else where)
 
 

@@ -66,7 +66,7 @@ def test_a_folder_that_datasets_reads(tmp_path, tokenizer, folder):
     config = folder(data=parquet(tmp_path / "set", train=ROWS, validation=ROWS[:3], test=ROWS[:2]))
     splits = load_datasets(config, tokenizer)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [20, 3, 0]
-    assert splits.train[4].source == f"{config.data} [train] row 4"
+    assert splits.train[4].source == f"{config.data}/train.parquet row 5"
     assert tokenizer.decode(splits.train[4].tokens) == "row number 4<|im_end|>"
 
 

@@ -62,6 +62,13 @@ def test_several_runs_are_in_one_report(folder):
     assert "model" not in cells
 
 
+@pytest.mark.bad_input("`runs --report` where no file can be written")
+def test_a_report_that_cannot_be_written(folder):
+    done = called("runs", "b", "--report", "b/metrics.jsonl/out.html", cwd=folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert re.search(r"^deltatune: 'b/metrics.jsonl'?.*: (Not a directory|File exists)", done.stderr)
+
+
 @pytest.mark.bad_input("`runs FOLDER` where no run is")
 def test_a_folder_without_runs(folder):
     (folder / "empty").mkdir()

@@ -140,7 +140,8 @@ def test_options_that_matter_are_named_and_free_ones_are_not():
     message = str(error.value)
     assert "learning_rate: was 0.0001, now 0.001" in message
     assert "world: was 1, now 2" in message
-    assert "lora_parameters" in message
+    assert "lora_parameters: rank: was 16, now 4\n" in message
+    assert message.count("lora_parameters") == 1
     assert "seed" not in message
 
 
@@ -149,7 +150,7 @@ def test_an_option_that_a_run_did_not_have_yet_had_its_default():
     saved = {key: value for key, value in now.items() if key != "loraplus_lr_ratio"}
     saved["lora_parameters"] = {key: value for key, value in now["lora_parameters"].items() if key != "init"}
     state.compare(Path("x"), saved, now)
-    with pytest.raises(UserError, match="lora_parameters: was"):
+    with pytest.raises(UserError, match="lora_parameters: init: was 'zero', now 'pissa'"):
         state.compare(Path("x"), saved, state.fingerprint(TrainConfig(lora_parameters=LoraConfig(init="pissa"))))
 
 

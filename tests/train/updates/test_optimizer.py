@@ -41,7 +41,7 @@ def test_every_optimizer_of_mlx_is_known_by_its_name():
             r"rmsprop: eps: expected a number above 0, got -1",
         ),
         ({"lr_schedule": {"name": "cosine", "arguments": [1]}}, r"did you mean 'cosine_decay'\?"),
-        ({"lr_schedule": {"name": "cosine_decay"}}, "must list the arguments of cosine_decay"),
+        ({"lr_schedule": {"name": "cosine_decay"}}, "^lr_schedule: .* must list the arguments of cosine_decay"),
         ({"lr_schedule": {"name": "cosine_decay", "arguments": [1]}}, "missing 1 required"),
         ({"lr_schedule": {"nam": "x"}}, r"unknown key 'nam' \(did you mean 'name'\?\)"),
         (

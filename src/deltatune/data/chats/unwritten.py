@@ -18,7 +18,7 @@ from ...errors import UserError
 from ..rows.row_formats import ASSISTANT, TOOL, TOOL_CALLS, Conversation
 from ..rows.unread_columns import MARKS, is_absent
 from .rendering import ChatRow
-from .template_probes import REASONING
+from .template_probes import REASONING, Messages
 
 THOUGHTS, BESIDE_A_CALL, NAMES = "reasoning", "text beside a call", "names"
 CALLS, LATER_CALLS = "calls", "calls after the first"
@@ -152,6 +152,20 @@ class UnwrittenParts:
             lost = lost or by_text
         self.counts.update(kind for kind, message in lost.parts if not self._is_counted(conversation, message))
         self._before = conversation
+
+    def count_prompt(self, prompt: Conversation, write: Callable[[Messages, Any], str]) -> None:
+        """Count the parts of a conversation that has no answer yet, which `write` renders with its tools."""
+        for item in self.with_copy(prompt):
+            rows: list[ChatRow] = []
+            if isinstance(item, MarkedCopy) or self._lost[item.shape] is None:
+                try:
+                    rows = [ChatRow(write(item.messages, item.tools), [], len(item.messages), [], False)]
+                except UserError:
+                    continue
+            if isinstance(item, MarkedCopy):
+                self.learn(item, rows)
+            else:
+                self.count(item, rows)
 
     def _is_counted(self, conversation: Conversation, message: int | None) -> bool:
         """Whether the conversation before was of the same row, and had the same message in this place."""

@@ -26,6 +26,9 @@ Rows = Iterator[tuple[str, Any]]
 # A place in a stream, as JSON values; None is its beginning.
 Place = Any
 
+# Files of tables of text, and of tables with a row for each row of data.
+_CELLS = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
+_TABLES = (*_CELLS, ".parquet", ".arrow", ".json", ".jsonl", ".jsonl.gz")
 # The separators of a CSV file in the place of commas.
 _SEPARATORS = (";", "\t", "|")
 # Of the arguments of load_dataset, those that are none of load_dataset_builder.
@@ -151,8 +154,9 @@ def names_of(name: str, splits: Iterable[str], options: dict[str, Any]) -> dict[
         return dict.fromkeys(splits, (name, 1))
     names = {split: (f"{name} [{split}]", 0) for split in splits}
     if path.is_dir() and not is_saved_dataset(path):
-        files = _csv_files(str(path.absolute()), options)[1]
-        names |= {split: (files[split][0], 1) for split in splits if len(files.get(split, ())) == 1}
+        files = _files(str(path.absolute()), options)[1]
+        alone = {split: files[split][0] for split in splits if len(files.get(split, ())) == 1}
+        names |= {split: (file, 1) for split, file in alone.items() if file.endswith(_TABLES)}
     return names
 
 
@@ -229,6 +233,8 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     where = f"{name} ({split})" if split else name
     if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
         return f"{where}: no such split: {first_line(error)}"
+    if isinstance(cause, UnicodeDecodeError):
+        return f"{where}: not UTF-8 (byte {cause.object[cause.start]:#04x}); save the file as UTF-8."
     if expanded(name).is_dir():
         return (
             f"{where}: the datasets library cannot read this folder: {first_line(cause)}; check its files: one may be "
@@ -382,10 +388,12 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     import datasets
     import pandas
 
-    config, files_of_splits = _csv_files(path, options)
+    config, files_of_splits = _files(path, options)
     chosen: dict[str, Any] = {}
     files = [of_split[0] for of_split in files_of_splits.values()]
-    if not files or "features" in options:
+    # An archive may hold several files, or others than CSV.
+    plain = hasattr(config, "pd_read_csv_kwargs") and all(file.endswith(_CELLS) for file in files)
+    if not (files and plain) or "features" in options:
         return {}
     reading = config.pd_read_csv_kwargs | {"chunksize": None, "nrows": 0}
 
@@ -408,16 +416,13 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _csv_files(path: str, options: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
-    """Return the config of data in CSV files and the files of each split; of another format, there are none."""
+def _files(path: str, options: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
+    """Return the config with which the datasets library reads files, and the files of each split."""
     import datasets
 
     builder = datasets.load_dataset_builder(path, **{key: options[key] for key in options if key not in _LATER})
-    config: Any = builder.config
-    files = {str(split): list(map(str, of_split)) for split, of_split in (config.data_files or {}).items()}
-    # An archive may hold several files, or others than CSV.
-    plain = all(of_split[0].endswith((".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")) for of_split in files.values())
-    return config, files if plain and hasattr(config, "pd_read_csv_kwargs") else {}
+    files: Any = builder.config.data_files or {}
+    return builder.config, {str(split): list(map(str, of_split)) for split, of_split in files.items()}
 
 
 class JsonLines:

@@ -95,7 +95,9 @@ class LayerFunction:
     """
 
     def __init__(self, layer: nn.Module, call: LayerCall, collects: bool):
-        self._layer, self._call, self._collects = layer, call, collects
+        self._layer = layer
+        self._call = call
+        self._collects = collects
         places = dict(array_places(layer))
         self._places = list(places.values())
         floating = [path for path, array in leaves(layer.trainable_parameters()) if is_floating(array)]

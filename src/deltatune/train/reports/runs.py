@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from ...errors import UserError
+from ...machine.atomic_files import write
 from ...options.config import TrainConfig
-from ..saved.state import write_atomically
 from .log import Record
 from .report import ReportTable, read_metrics, render
 
@@ -86,4 +86,4 @@ def write_comparison(path: Path, runs: Sequence[PastRun]) -> None:
             ReportTable("Options in which they differ", ("option", *names), rows),
         ],
     )
-    write_atomically(path, lambda file: file.write(page.encode("utf-8")))
+    write(path, page.encode())

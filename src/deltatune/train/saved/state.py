@@ -197,7 +197,13 @@ def compare(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
 def _differences(changed: dict[str, tuple[Any, Any]], before: str | None, now: str | None) -> list[str]:
     """Return a line on each option that differs, and one on the model; `before` and `now` are the model's names."""
     options = {key: values for key, values in changed.items() if key not in _MODEL | _BESIDE}
-    lines = [f"{key}: was {was!r}, now {is_now!r}" for key, (was, is_now) in options.items()]
+    lines = []
+    for key, (was, is_now) in options.items():
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            inner = {f"{key}: {name}": (was.get(name), is_now.get(name)) for name in was | is_now}
+        else:
+            inner = {key: (was, is_now)}
+        lines += [f"{name}: was {one!r}, now {other!r}" for name, (one, other) in inner.items() if one != other]
     named = [option for key, option in _BESIDE.items() if key in changed]
     lines += [f"{option}: other weights than those that the run began with" for option in named]
     model = [words for key, words in _MODEL.items() if key in changed]

@@ -217,8 +217,9 @@ def build_optimizer(config: TrainConfig) -> mlx.optimizers.Optimizer:
             )
         _check_setting(name, key, settings[key], f"optimizer_config: {name}: {key}")
     settings = {key: value for key, value in OPTIMIZER_SETTINGS.items() if key in known_settings} | settings
+    rate = _rate_of(config)
     try:
-        return OPTIMIZERS[name](learning_rate=_rate_of(config), **settings)
+        return OPTIMIZERS[name](learning_rate=rate, **settings)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer_config: {name}: {error}") from error
 
