@@ -118,12 +118,10 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     Raises:
         UserError: The model has no `layers`.
     """
-    modules = dict(model.named_modules())
-    mixers = list(gated_delta_layers(model))
+    paths = layer_paths(model)
     layers = []
-    for index, path in enumerate(layer_paths(model)):
-        layer = modules[path]
-        delta = next((mixer for mixer in mixers if mixer.startswith(f"{path}.")), None)
+    for index, (path, layer) in enumerate(zip(paths, [one for one in model.layers if one is not None], strict=True)):
+        delta = next((f"{path}.{mixer}" for mixer in gated_delta_layers(layer) if mixer), None)
         layers.append(LayerInfo(index, path, layer_kind(layer), layer, has_experts(layer), delta))
     return layers
 

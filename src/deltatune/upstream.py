@@ -181,6 +181,14 @@ def _holds(module: str, *names: str) -> bool:
     return path.is_file() and all(name in path.read_text(encoding="utf-8") for name in names)
 
 
+def _written(module: str, name: str, without: str) -> PrivateName:
+    """A function of a module, or a method or attribute of its class, that stands in the module's text."""
+    last = name.rpartition(".")[2]
+    return PrivateName(
+        f"{module}.{name}", without, lambda: _holds(module, f"def {last}(") or _holds(module, f"self.{last} = ")
+    )
+
+
 _LEFT = "The patch that needs it is left alone, and the doctor's patches name it."
 
 NAMES = (
@@ -199,56 +207,36 @@ NAMES = (
         "The rate of dropout is read from what the layer prints of itself.",
         lambda: hasattr(nn.Dropout(0.5), "_p_1"),
     ),
-    PrivateName(
-        "mlx_lm.tokenizer_utils.TokenizerWrapper._tokenizer",
+    _written(
+        "mlx_lm.tokenizer_utils",
+        "TokenizerWrapper._tokenizer",
         "The tokenizer is found as the owner of one of its methods.",
-        lambda: _holds("mlx_lm.tokenizer_utils", "self._tokenizer = "),
     ),
-    PrivateName(
-        "mlx_lm.tokenizer_utils.TokenizerWrapper._chat_template",
+    _written(
+        "mlx_lm.tokenizer_utils",
+        "TokenizerWrapper._chat_template",
         "Conversations are rendered one at a time, without limits of time and memory, and tokens are not kept.",
-        lambda: _holds("mlx_lm.tokenizer_utils", "self._chat_template = "),
     ),
-    PrivateName(
-        "mlx_lm.utils._get_classes",
-        "The module of the model's type is imported by its name.",
-        lambda: _holds("mlx_lm.utils", "def _get_classes("),
-    ),
-    PrivateName(
-        "mlx_lm.utils._download",
-        "All files of a model are downloaded from the hub.",
-        lambda: _holds("mlx_lm.utils", "def _download("),
-    ),
+    _written("mlx_lm.utils", "_get_classes", "The module of the model's type is imported by its name."),
+    _written("mlx_lm.utils", "_download", "All files of a model are downloaded from the hub."),
     PrivateName(
         f"mlx_lm.models.kimi_k3: {', '.join((*RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL))}",
         _LEFT,
         lambda: _holds("mlx_lm.models.kimi_k3", *RESIDUAL_WEIGHTS_OF_LAYER, *RESIDUAL_WEIGHTS_OF_MODEL),
     ),
-    PrivateName(
-        f"mlx_lm.models.rope_utils.YarnRoPE.{ROPE_FREQUENCIES}",
-        "Models with YaRN positions are refused.",
-        lambda: _holds("mlx_lm.models.rope_utils", f"self.{ROPE_FREQUENCIES} = "),
-    ),
-    PrivateName(
-        f"mlx_vlm.models.qwen3_vl.language.Qwen3VLModel.{DEEPSTACK}",
-        _LEFT,
-        lambda: _holds("mlx_vlm.models.qwen3_vl.language", f"def {DEEPSTACK}("),
-    ),
-    PrivateName(
-        f"mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp.Qwen3_5MTPDraftModel.{DRAFT_FORWARD}",
+    _written("mlx_lm.models.rope_utils", f"YarnRoPE.{ROPE_FREQUENCIES}", "Models with YaRN positions are refused."),
+    _written("mlx_vlm.models.qwen3_vl.language", f"Qwen3VLModel.{DEEPSTACK}", _LEFT),
+    _written(
+        "mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp",
+        f"Qwen3_5MTPDraftModel.{DRAFT_FORWARD}",
         "Multi-token-prediction heads are not trained: mtp is refused.",
-        lambda: _holds("mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp", f"def {DRAFT_FORWARD}("),
     ),
-    PrivateName(
-        f"mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp.NemotronHMTPDraftModel.{DRAFT_FORWARD}",
+    _written(
+        "mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp",
+        f"NemotronHMTPDraftModel.{DRAFT_FORWARD}",
         "Nemotron-H's multi-token-prediction heads are not trained: mtp is refused.",
-        lambda: _holds("mlx_vlm.speculative.drafters.nemotron_h_mtp.nemotron_h_mtp", f"def {DRAFT_FORWARD}("),
     ),
-    PrivateName(
-        f"mlx_vlm.models.switch_layers.SwitchGLU.{COMBINE}",
-        _LEFT,
-        lambda: _holds("mlx_vlm.models.switch_layers", f"def {COMBINE}("),
-    ),
+    _written("mlx_vlm.models.switch_layers", f"SwitchGLU.{COMBINE}", _LEFT),
 )
 
 

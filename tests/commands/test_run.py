@@ -16,7 +16,7 @@ from deltatune.patches import PatchReport
 
 START = "import deltatune, sys; from deltatune.commands.run import run_program; sys.exit(run_program(sys.argv[1:]))"
 
-NOT_REACHED = "no gated-delta layer was reached"
+NOT_REACHED = "no recurrent layer was reached"
 TRAINER = """
     import sys
     import mlx.core as mx
@@ -66,7 +66,7 @@ def test_a_file_trains_with_our_gradients_and_keeps_its_exit_code(program):
     *patched, last = said
     assert all(line.startswith("deltatune: patched ") for line in patched)
     assert any(" of mlx_lm " in line for line in patched)
-    assert last.startswith("deltatune: 1 traced calls of gated_delta_update got deltatune's gradients")
+    assert last.startswith("deltatune: 1 traced calls of recurrences got deltatune's gradients")
     # Each patch is named on request alone.
     assert "patched gated_delta_update" not in done.stderr
     assert max(map(len, said)) < 200
@@ -85,7 +85,7 @@ def ran(capsys, program):
 
 def test_attention_is_counted_too_and_the_program_may_patch_itself(ran):
     _, both = ran("patch", "train", "attend", "0")
-    assert "1 traced calls of gated_delta_update and 1 of attention got deltatune's gradients" in both
+    assert "1 traced calls of recurrences and 1 of attention got deltatune's gradients" in both
 
 
 def test_a_program_without_patched_calls_gets_a_warning(ran):
@@ -108,7 +108,7 @@ def test_its_traceback_is_its_own(program):
 def test_every_patch_is_named_on_request(ran):
     _, said = ran("attend", "0", verbose=True)
     assert "\nfast.scaled_dot_product_attention (" in said
-    assert "deltatune: 1 traced calls of attention got deltatune's gradients; the program has no gated-delta" in said
+    assert "deltatune: 1 traced calls of attention got deltatune's gradients; the program has no recurrent" in said
     assert "WARNING" not in said
 
 

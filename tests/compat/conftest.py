@@ -8,7 +8,7 @@ from pathlib import Path
 import metal
 import pytest
 
-from deltatune.patches import revert
+from deltatune.patches.patch import revert
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

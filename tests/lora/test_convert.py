@@ -69,14 +69,6 @@ def test_options_that_do_not_fit(tiny_model, family, options, kind, message):
         convert_to_lora(tiny_model(family), LoraConfig(**options), fine_tune_type=kind)
 
 
-def test_a_small_matrix_takes_the_rank_of_the_others(tiny_model):
-    """The shared expert's gate has one output, and gets an adapter of rank 8 all the same, as in mlx-lm and PEFT."""
-    model = tiny_model("qwen3_5_moe")
-    convert_to_lora(model, LoraConfig(rank=8))
-    ranks = {adapter.rank for path, adapter in adapters(model).items() if path.endswith("shared_expert_gate")}
-    assert ranks == {8}
-
-
 def test_full_trains_the_last_layers_but_no_router_bias(tiny_model):
     model = tiny_model("kimi_linear")
     report = convert_to_lora(model, LoraConfig(), fine_tune_type="full", num_layers=2)

@@ -180,12 +180,6 @@ def test_choices_that_do_not_fit(tiny_model):
     refused("has no `layers`", nn.Linear(2, 2))
 
 
-def test_dora_leaves_experts_alone_and_says_so(tiny_model):
-    report = convert_to_lora(tiny_model("qwen3_5_moe"), LoraConfig(), fine_tune_type="dora")
-    assert not any("switch_mlp" in path for path in report.converted)
-    assert "DoRA is not defined on experts" in report.skipped["language_model.model.layers.0.mlp.switch_mlp.up_proj"]
-
-
 def test_an_adapted_model_is_not_adapted_twice_in_one_place(tiny_model):
     model = tiny_model("qwen3")
     convert_to_lora(model, LoraConfig(keys=["*.q_proj"]))

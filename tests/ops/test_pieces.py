@@ -249,3 +249,11 @@ def test_a_trainable_layer_can_be_compiled_in_pieces(tiny_model, monkeypatch):
         once, twice = (dict(tree_flatten(compiled(*arrays))) for _ in range(2))
     assert all(mx.array_equal(once[name], twice[name]) for name in once)
     assert relative_errors(expected, once)[0] < bound
+
+
+def test_a_state_is_handed_on_without_the_rows_that_it_is_cut_from():
+    before, x = mx.get_active_memory(), mx.ones((1, 4096, 16))
+    handed = pieces.States([x[:, -3:]]).handed
+    mx.eval(handed)
+    del x
+    assert mx.get_active_memory() - before < 1024

@@ -172,7 +172,7 @@ def test_another_program_is_not_run_without_deltatunes_gradients(tmp_path, chang
     assert done.stdout == "before\n"
     assert "gated_delta_update (mlx_lm 0.99.0): " in done.stderr
     assert "Traceback" not in done.stderr
-    assert "no gated-delta layer" not in done.stderr
+    assert "no recurrent layer" not in done.stderr
 
 
 GELU = [("class PatchMerger", "return x\n", "return 1.5 * x\n")]

@@ -141,13 +141,13 @@ evidence._measured, evidence._read, evidence._write = lambda *_: None, lambda ke
 backend.device = lambda: sys.argv[1]
 said = []
 assert not any(name.startswith("mlx_lm") for name in sys.modules)
-patches.apply(announce=said.append)
 targets = {each.target: each for each in (*patches._of_device(), *patches.PATCHES) if each.package == "mlx_lm"}
-for target, each in list(targets.items()):
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module(each.module)
-    if each.module not in sys.modules:
-        del targets[target]
+with patches.patched(announce=said.append):
+    for target, each in list(targets.items()):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(each.module)
+        if each.module not in sys.modules:
+            del targets[target]
 applied = {each.patch.target for report in said for each in report.applied}
 print(len(targets), *sorted(set(targets) - applied))
 """

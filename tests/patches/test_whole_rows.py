@@ -10,7 +10,8 @@ import pytest
 from deltatune.machine import backend
 from deltatune.ops.segments import attention_mask, rule_of
 from deltatune.ops.tracing import trace
-from deltatune.patches import patched, revert, whole_rows
+from deltatune.patches import patched, whole_rows
+from deltatune.patches.patch import revert
 from deltatune.patches.tables import one_row_products
 
 OURS, UPSTREAM = whole_rows.OURS, whole_rows.UPSTREAM

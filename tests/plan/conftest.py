@@ -1,9 +1,21 @@
-"""Makes MLX's own count of memory exact, so that plans can be compared with it."""
+"""A tiny run, and MLX's own count of memory made exact, so that plans can be compared with it."""
+
+import json
 
 import mlx.core as mx
 import pytest
 
 from deltatune.plan import simulate
+
+
+@pytest.fixture
+def options(tmp_path, checkpoint):
+    """Options of plan and train for a tiny model and four short lines."""
+    data = tmp_path / "data"
+    data.mkdir()
+    line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
+    (data / "train.jsonl").write_text((line + "\n") * 4)
+    return ["--model", checkpoint, "--data", data, "--batch-size", 4, "--max-seq-length", 64]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import re
 
 import mlx.core as mx
@@ -229,12 +228,8 @@ def checkpoint(tiny_checkpoint):
 
 
 @pytest.fixture
-def options(tmp_path, checkpoint):
-    data = tmp_path / "data"
-    data.mkdir()
-    line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
-    (data / "train.jsonl").write_text((line + "\n") * 4)
-    return ["--model", checkpoint, "--data", data, "--batch-size", 4, "--max-seq-length", 64, "--rank", 2]
+def options(options):
+    return [*options, "--rank", 2]
 
 
 @pytest.fixture

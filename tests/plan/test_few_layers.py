@@ -47,13 +47,24 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     assert len(few.chosen) <= 8
     every = few.every._replace(shortened=False)
     active = mx.get_active_memory()
-    whole, planned = (forecast_step(model, config, BatchShape(1, 128), layout, layers) for layers in (every, few))
+    # Of fewer rows the update takes the most, which joins the small arrays of all layers.
+    whole, planned = (forecast_step(model, config, BatchShape(4, 128), layout, layers) for layers in (every, few))
     assert list(map(id, model.layers)) == paths
     assert mx.get_active_memory() - active < 1 << 16, "nothing is computed"
     # MLX's order differs from layer to layer by a few arrays, a hundredth of the memory of so small a model.
     assert planned.bytes.amount == pytest.approx(whole.bytes.amount, rel=0.015)
     assert planned.buffers.amount == pytest.approx(whole.buffers.amount, rel=0.01)
     assert (planned.counts, planned.sizes) == (whole.counts, whole.sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "chosen"),
+    [("qwen3_5", [0, 1, 2, 3, 4, 7]), ("olmo_hybrid", range(8)), ("gemma3_text", range(6)), ("kimi_k3", range(LAYERS))],
+)
+def test_the_chosen_layers_are_called_as_among_all(tiny_model, family, chosen):
+    """OLMo finds its masks by positions, Gemma's alternate, and Kimi-K3 counts its layers by its options."""
+    model = tiny_model(family, num_hidden_layers=LAYERS)
+    assert few_layers(model, Checkpoints()).chosen == [*chosen]
 
 
 @pytest.mark.parametrize(("family", "recomputed"), [("qwen3_5", True), ("qwen3_vl", False), ("qwen3_vl", True)])

@@ -1,6 +1,5 @@
 import dataclasses
 import gc
-import json
 import re
 
 import mlx.core as mx
@@ -18,16 +17,6 @@ from deltatune.plan.graph import Node
 from deltatune.plan.search import Largest
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare, ready
-
-
-@pytest.fixture
-def options(tmp_path, checkpoint):
-    """Options of plan and train for a tiny model and four short lines."""
-    data = tmp_path / "data"
-    data.mkdir()
-    line = json.dumps({"prompt": "the quick brown fox", "completion": "jumps over"})
-    (data / "train.jsonl").write_text((line + "\n") * 4)
-    return ["--model", checkpoint, "--data", data, "--batch-size", 4, "--max-seq-length", 64]
 
 
 @pytest.fixture

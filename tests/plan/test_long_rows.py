@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from counted_programs import peak_of_step
 from deltatune.machine import backend
 from deltatune.ops import checkpoint, cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
@@ -43,16 +44,10 @@ def model_and_config(tiny_model, monkeypatch):
 
 
 def counted(model, config, before, length):
-    """The peak of a step after the first by MLX's own count, the lowest of two: memory freed late adds to it."""
     with training(model, config, compare=False) as trained:
         model.train()
-        step, batch = Step(model, build_optimizer(config), trained.loss, World()), blank_batch(1, length, False)
-        peaks = []
-        for _ in range(3):
-            mx.reset_peak_memory()
-            mx.eval(step.micro_batch(batch, step.zeros()))
-            peaks.append(mx.get_peak_memory() - before)
-        return min(peaks[1:])
+        step = Step(model, build_optimizer(config), trained.loss, World())
+        return peak_of_step(step, blank_batch(1, length, False), before)
 
 
 def slope(peaks):

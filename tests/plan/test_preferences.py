@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from counted_programs import peak_of_step
 from deltatune.machine import backend
 from deltatune.ops import cross_entropy
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -42,18 +43,11 @@ def options(loss: str) -> TrainConfig:
 
 
 def counted(model, loss_function: LossFunction, pairs: int) -> int:
-    """The peak of a step after the first by MLX's own count, the lowest of two: memory freed late adds to it."""
     # Plans, steps and earlier tests leave arrays behind that only a collection frees.
     gc.collect()
     before = mx.get_active_memory() - sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     step = Step(model, build_optimizer(TrainConfig()), loss_function, World())
-    batch = blank_batch(ROWS, LENGTH, False, pairs)
-    peaks = []
-    for _ in range(3):
-        mx.reset_peak_memory()
-        mx.eval(step.micro_batch(batch, step.zeros()))
-        peaks.append(mx.get_peak_memory() - before)
-    return min(peaks[1:])
+    return peak_of_step(step, blank_batch(ROWS, LENGTH, False, pairs), before)
 
 
 @pytest.mark.usefixtures("waiting_queue")

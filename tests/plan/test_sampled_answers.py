@@ -8,15 +8,19 @@ import numpy as np
 
 from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
+from deltatune.data.vision.media import Pictures
 from deltatune.lora import convert_to_lora
 from deltatune.models.batch_decoder import BatchDecoder
 from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.models.vision.inputs import token_positions
+from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.plan.forecast import forecast_step
+from deltatune.plan.forecast import Forecast, Moment, forecast_step
 from deltatune.plan.sampled_answers import with_sampling
 from deltatune.plan.traced_step import BatchShape
+from deltatune.train.rollouts.picture_sampler import PictureSampler
 
 ROWS, LENGTH = 128, 1024
 
@@ -43,6 +47,30 @@ def test_sampling_stays_within_its_plan(tiny_model):
     assert 0.8 * plan.bytes.amount < mx.get_peak_memory() - before <= plan.bytes.amount
     # Where a step needs more than sampling, the plan is that of the step.
     assert with_sampling(step, model, TrainConfig(**options)) is step
+
+
+def test_sampling_answers_to_pictures_stays_within_its_plan(tiny_vision_model):
+    """Those to one prompt are sampled at a time."""
+    gc.collect()
+    before = mx.get_active_memory()
+    model = tiny_vision_model("qwen3_5").eval()
+    convert_to_lora(model, LoraConfig(rank=2, scale=10.0), num_layers=-1)
+    mx.eval(model.parameters())
+    rows, length = 64, 384
+    config = TrainConfig(loss="grpo", num_generations=rows, max_seq_length=length, max_completion_length=64)
+    sizes = {"parameters": mx.get_active_memory() - before, "moments": 0}
+    plan = with_sampling(Forecast(rows, length, 2, Moment(0, ""), Moment(0, ""), sizes=sizes), model, config)
+    assert plan.bytes.where.startswith("sampling 64 answers")
+    tokens = np.array([3, 11, 8] * (length // 3 - 1), np.int32)
+    spec = vision_spec(model)
+    pictures = Pictures((), (), (), token_positions(tokens, [], spec), spec, None)
+    prompt = Example(tokens, np.zeros(len(tokens), bool), "a test", pictures)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    with patched():
+        choose = SampledPolicy(0.7).sampler(mx.random.key(0))
+        PictureSampler(model, (), 3).answers([prompt], rows, choose, lambda: None)
+    assert mx.get_peak_memory() - before <= plan.bytes.amount
 
 
 def test_distillation_plans_the_answers_of_its_share(tiny_model):

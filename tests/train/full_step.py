@@ -37,7 +37,7 @@ def main():
         prepare(model, config)
         built = traced_step.trace_step(model, config, traced_step.BatchShape(2, 512), ArrayLayout.measured())
     first, update = built.phases
-    lists = first.order, update.order, first.outputs[-built.gradients - 2 : -2]
+    lists = first.order, update.order, first.outputs[-built.before.counts["gradients"] - 2 : -2]
     print(json.dumps([[(node.kind, node.size) for node in nodes] for nodes in lists]))
 
 

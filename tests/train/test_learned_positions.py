@@ -152,23 +152,19 @@ def words(model, data, length, *more):
 
 
 @pytest.mark.bad_input("packed rows beyond a length from which on a model scales its positions")
-def test_ministral_3_is_packed_up_to_its_original_length_and_refused_beyond(saved, data):
-    model = saved("ministral3")
-    expected = loss(called(*words(model, data, 128)))
+@pytest.mark.parametrize(
+    ("name", "whole", "said"),
+    [("ministral3", 128, "original_max_position_embeddings"), ("qwen3 dynamic", 64, "longer")],
+)
+def test_rows_are_packed_up_to_the_length_that_scales_positions_and_refused_beyond(saved, data, name, whole, said):
+    model = saved(name)
+    expected = loss(called(*words(model, data, whole)))
     assert loss(called(*words(model, data, 64, "--pack"))) == expected
     refused = called(*words(model, data, 128, "--pack"))
     assert refused.returncode == 2
-    assert "longer than original_max_position_embeddings, here 20 in place of 64" in refused.stderr
-    assert "rows of at most 64 tokens (--max-seq-length" in refused.stderr
-
-
-def test_positions_that_depend_on_the_row_s_length_are_refused_beyond_the_model_s(saved, data):
-    model = saved("qwen3 dynamic")
-    expected = loss(called(*words(model, data, 64)))
-    assert loss(called(*words(model, data, 64, "--pack"))) == expected
-    refused = called(*words(model, data, 128, "--pack"))
-    assert refused.returncode == 2
+    assert said in refused.stderr
     assert "max_position_embeddings, here 20 in place of 64" in refused.stderr
+    assert "rows of at most 64 tokens (--max-seq-length" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.data import Example, Splits
-from deltatune.errors import UserError
+from deltatune.errors import NoResultError, UserError
 from deltatune.train import StoppedError
+from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.reports import log
 from deltatune.train.step import Step
 from killed_runs import adapters, same
@@ -34,14 +35,8 @@ def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_t
     assert result.val_loss == result.best_val_loss == validation[-1]
     names = {file.name for file in out.iterdir()}
     saved = {f"000000{n}_adapters.safetensors" for n in (3, 6, 8)}
-    assert names == saved | {
-        "adapters.safetensors",
-        "adapter_config.json",
-        "metrics.jsonl",
-        "report.html",
-        "best",
-        "state",
-    }
+    others = {"adapters.safetensors", "adapter_config.json", "metrics.jsonl", "report.html", "best", "state"}
+    assert names == saved | others
     assert adapters(out) == (out / "0000008_adapters.safetensors").read_bytes()
     text = screen_text.text()
     for said in ("1 delta, 1 attention", "Gated delta: ", "Patches: ", "completions only", "32 and 64 tokens"):
@@ -178,6 +173,20 @@ def test_an_error_of_mlx_saves_the_state_that_is_whole(make_trainer, loses_nothi
 
     said = "Resource limit.*The state after iteration 2 is saved in"
     loses_nothing(trainer, straight, (Step, "micro_batch", out_of_memory), RuntimeError, said)
+
+
+def test_an_evaluation_that_fails_inside_a_window_names_the_update_before_it(make_trainer, loses_nothing, straight_run):
+    """Iteration 3 is the first half of an update, so the state after iteration 2 is saved."""
+    options = {"steps_per_eval": 3, "save_every": 100}
+    straight, trainer, plain = straight_run(**options), make_trainer(**options), Evaluation.__call__
+
+    def not_finite(self, *arguments):
+        if trainer.progress.iteration == 3:
+            raise NoResultError("the loss is nan.")
+        return plain(self, *arguments)
+
+    said = "after iteration 3: the loss is nan. The state after iteration 2 is saved in"
+    loses_nothing(trainer, straight, (Evaluation, "__call__", not_finite), UserError, said, **options)
 
 
 def test_an_error_right_after_resuming_inside_a_window(make_trainer, loses_nothing, straight_run):

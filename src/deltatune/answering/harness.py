@@ -84,7 +84,8 @@ class HarnessModel(TemplateLM):
         """
         totals = []
         for request in requests:
-            tokens, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
+            tokens = self.tok_encode(request.args[0])
+            prefix = self.prefix_token_id
             windows = get_rolling_token_windows(
                 token_list=tokens[1:] if tokens[:1] == [prefix] else tokens,
                 prefix_token=prefix,

@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model that the arguments name and return exit code 0."""
     adapter = arguments.adapter_path
     arguments.adapter_path = None
-    tasks, config = TaskOptions(**given_flags(TaskOptions, arguments)), config_from(arguments, trains=False)
+    tasks = TaskOptions(**given_flags(TaskOptions, arguments))
+    config = config_from(arguments, trains=False)
     flags = flag_names(TrainConfig, given_flags(TrainConfig, arguments))
     require(config, "eval", *(["model"] if tasks.tasks is not None else ["model", "data"]))
     if tasks.tasks is not None:

@@ -186,13 +186,16 @@ def _gguf(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..models.checkpoint_writer import end_tokens, tokenizer_of
     from ..models.load import locate
 
-    outtype, extra_ends = arguments.outtype or "auto", arguments.extra_eos_token or []
-    command, quantizer = converter_command(arguments.llama_cpp), quantizer_command(arguments.llama_cpp, outtype)
+    outtype = arguments.outtype or "auto"
+    extra_ends = arguments.extra_eos_token or []
+    command = converter_command(arguments.llama_cpp)
+    quantizer = quantizer_command(arguments.llama_cpp, outtype)
     ends = end_tokens(arguments.model, extra_ends) if extra_ends else []
     path = write_gguf(
         arguments.model, arguments.adapter_path, arguments.save_path, command, outtype, ends, quantizer=quantizer
     )
-    tokenizer, options = tokenizer_of(locate(arguments.model)), template_options(arguments.adapter_path)
+    tokenizer = tokenizer_of(locate(arguments.model))
+    options = template_options(arguments.adapter_path)
     notes = write_modelfile(path.with_suffix(".Modelfile"), path, tokenizer, options, extra_ends)
     lines = [f"llama.cpp's programs wrote {path} ({path.stat().st_size / 1e9:.2f} GB)."]
     if ends:

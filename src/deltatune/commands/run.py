@@ -57,14 +57,17 @@ def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) 
     from ..machine.compiling import without_kernels
 
     program = _program(argv[1:] if argv[:1] == ["--"] else argv)
-    argv_before, path_before, hook = sys.argv, list(sys.path), sys.excepthook
+    argv_before = sys.argv
+    path_before = list(sys.path)
+    hook = sys.excepthook
     sys.excepthook = _without_our_frames(hook)
     try:
         # On CUDA, mx.compile would build kernels of its own, which takes minutes in every process.
         with without_kernels() if backend.builds_kernels() else nullcontext():
             code = _patched(program, verbose, force)
     finally:
-        sys.argv, sys.path[:] = argv_before, path_before
+        sys.argv = argv_before
+        sys.path[:] = path_before
     # After an exception the hook stays: Python shows the traceback when this function has already been left.
     sys.excepthook = hook
     return code
@@ -106,7 +109,8 @@ def _program(command: list[str]) -> Callable[[], None]:
         return _interpreter(command[1:])
     if not command:
         raise UserError(f"deltatune run: no command was given. {_GIVE}")
-    name, arguments = command[0], command[1:]
+    name = command[0]
+    arguments = command[1:]
     for entry in importlib.metadata.entry_points(group="console_scripts", name=Path(name).name):
         return partial(_script, entry, [shutil.which(name) or name, *arguments])
     path = Path(name) if Path(name).is_file() else Path(shutil.which(name) or "")
@@ -184,10 +188,11 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     """Print how many calls of the program got deltatune's gradients, or why none did: functions were left alone."""
     from ..patches import recurrence, whole_rows
 
-    counts, attended = recurrence.served(), whole_rows.served()[whole_rows.OURS]
+    counts = recurrence.served()
+    attended = whole_rows.served()[whole_rows.OURS]
     ours = counts[recurrence.OURS] + counts[recurrence.BACKWARD]
     if ours:
-        line = f"{ours:,} traced calls of gated_delta_update{f' and {attended:,} of attention' if attended else ''}"
+        line = f"{ours:,} traced calls of recurrences{f' and {attended:,} of attention' if attended else ''}"
         decoding = f"{counts[recurrence.UPSTREAM]:,} decoding calls stayed upstream's."
         say(f"deltatune: {line} got deltatune's gradients; {decoding}", sys.stderr)
     elif left_alone:
@@ -199,14 +204,14 @@ def _report_calls(left_alone: list[str], *, crashed: bool) -> None:
     elif attended:
         say(
             f"deltatune: {attended:,} traced calls of attention got deltatune's gradients; the program has no "
-            "gated-delta layer, runs it in another process, or replaces it itself.",
+            "recurrent layer, runs it in another process, or replaces it itself.",
             sys.stderr,
         )
     elif crashed:
-        say("deltatune: the program ended with an error before it reached a gated-delta layer.", sys.stderr)
+        say("deltatune: the program ended with an error before it reached a recurrent layer.", sys.stderr)
     else:
         say(
-            "deltatune: WARNING: no gated-delta layer was reached. Whatever this program trained, it trained with its "
+            "deltatune: WARNING: no recurrent layer was reached. Whatever this program trained, it trained with its "
             "own code: the program has no such layer, runs it in another process, or replaces it itself.",
             sys.stderr,
         )
@@ -217,7 +222,8 @@ def _without_our_frames(hook: Callable[..., object]) -> Callable[..., object]:
     skipped = (__file__, runpy.__file__, "<frozen runpy>")
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        start, frame = None, traceback
+        start = None
+        frame = traceback
         while frame is not None:
             if frame.tb_frame.f_code.co_filename in skipped:
                 start = frame.tb_next

@@ -26,8 +26,8 @@ from .chats.unwritten import UnwrittenParts, note
 from .example import Example, Splits
 from .preferences.preference import Preference, completed
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
-from .prompt_rows import PromptExample, prompt_example
-from .reader import LAST_TURN, Reader
+from .prompt_rows import PromptExample, messages_to_answer, prompt_example
+from .reader import LAST_TURN, Reader, media_placer
 from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.sources import (
@@ -40,6 +40,7 @@ from .rows.sources import (
     json_file,
     jsonl,
 )
+from .text import MediaPlacer
 from .vision.media import VisionProcessors
 from .vision.messages import VIDEO, media_kind
 
@@ -65,9 +66,14 @@ def first_image(config: TrainConfig) -> str | None:
         return None
     for parts in _tables(config, _needed_splits(config)).values():
         for table, features in parts:
-            formats = None if config.has_preferences else RowFormats(features)
+            formats = RowFormats(features)
             for source, row in table.candidates():
-                messages = messages_of(row) if formats is None else formats.messages(row, source) or []
+                if config.has_preferences:
+                    messages = messages_of(row)
+                elif config.loss == "grpo":
+                    messages = (messages_to_answer(row, source, features) or ([],))[0]
+                else:
+                    messages = formats.messages(row, source) or []
                 if kind := media_kind(row, messages):
                     return f"{source}, in a video" if kind == VIDEO else source
     return None
@@ -101,7 +107,7 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     if config.loss == "grpo":
         if not config.train:
             raise UserError("loss: grpo has rewards in the place of a loss on a test set; leave it out here.")
-        return _load_prompts(config, tokenizer, tables)
+        return _load_prompts(config, tokenizer, tables, processors)
     reader = Reader(config, tokenizer, processors)
     splits: dict[str, Any] = {
         name: [example for part in tables[name] for example in reader.read(*part)] for name in needed
@@ -117,27 +123,33 @@ def load_datasets(config: TrainConfig, tokenizer: Any, processors: VisionProcess
     return Splits(**splits, **about, facts=facts)
 
 
-def _load_prompts(config: TrainConfig, tokenizer: Any, tables: dict[str, list[Part]]) -> Splits:
+def _load_prompts(
+    config: TrainConfig, tokenizer: Any, tables: dict[str, list[Part]], processors: VisionProcessors | None
+) -> Splits:
     """Read the prompts of a run that samples its answers; those too long for an answer are refused or left out."""
-    refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=False))
+    pictures = processors is not None
+    refuse_unread(TRAINING, changed_options(config), config, Facts(pictures=pictures))
     notes: list[str] = []
-    splits: dict[str, Any] = {name: _prompts(config, tokenizer, parts, notes) for name, parts in tables.items()}
+    placer = media_placer(config, tokenizer, processors)
+    splits: dict[str, Any] = {name: _prompts(config, tokenizer, parts, notes, placer) for name, parts in tables.items()}
     # Without val_split, all prompts are trained on: an evaluation samples answers, which takes time.
     if config.val_split:
         _hold_out(config, splits, tables, notes)
     _check(config, splits, tables, notes)
     rule = f"Loss on {config.num_generations} sampled answers to each prompt"
-    facts = Facts(pictures=False, turns=not all(prompt.plain for prompt in splits["train"]))
+    facts = Facts(pictures=pictures, turns=not all(prompt.plain for prompt in splits["train"]))
     return Splits(**splits, rule=rule, notes=notes, facts=facts, template_options=config.chat_template_config)
 
 
-def _prompts(config: TrainConfig, tokenizer: Any, parts: list[Part], notes: list[str]) -> list[PromptExample]:
+def _prompts(
+    config: TrainConfig, tokenizer: Any, parts: list[Part], notes: list[str], placer: MediaPlacer | None
+) -> list[PromptExample]:
     """Read the prompts of a split."""
     room = config.max_seq_length - config.max_completion_length
     read: list[PromptExample] = []
     for table, features in parts:
         lost = UnwrittenParts(tokenizer)
-        read += [prompt_example(row, source, features, tokenizer, config, lost) for source, row in table.rows()]
+        read += [prompt_example(row, source, features, tokenizer, config, lost, placer) for source, row in table.rows()]
         notes += [f"{table.name}: {note(*counted)}" for counted in lost.counts.items()]
     prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
     if left_out := len(read) - len(prompts):

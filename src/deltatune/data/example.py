@@ -51,7 +51,8 @@ class Example:
     def answered(self, answer: np.ndarray) -> Example:
         """Return this prompt with an answer, int32 [M], which alone counts in the loss."""
         tokens = np.concatenate([self.tokens, answer])
-        return Example(tokens, np.arange(len(tokens)) >= len(self.tokens), self.source)
+        pictures = None if self.pictures is None else self.pictures.before_text(len(answer))
+        return Example(tokens, np.arange(len(tokens)) >= len(self.tokens), self.source, pictures)
 
     @property
     def beside(self) -> bytes:

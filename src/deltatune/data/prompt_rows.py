@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from .rows.row_formats import (
     template_options_of,
     tools_of,
 )
-from .text import check_calls, check_roles
+from .text import MediaPlacer, PlacedMedium, check_calls, check_roles
 from .vision.messages import media_kind
 
 # The column under which rewards find the answer that a row has behind its prompt, unless the row has one of this name.
@@ -89,30 +89,43 @@ def tokens_to_answer(tokenizer: Any, messages: Messages, options: Mapping[str, A
 
 
 def prompt_example(
-    row: Any, source: str, features: Features, tokenizer: Any, config: TrainConfig, unwritten: UnwrittenParts
+    row: Any,
+    source: str,
+    features: Features,
+    tokenizer: Any,
+    config: TrainConfig,
+    unwritten: UnwrittenParts,
+    placer: MediaPlacer | None = None,
 ) -> PromptExample:
     """Return the prompt of a row with its other columns; parts that the chat template leaves out are counted.
+
+    `placer` puts its images and videos into the prompt.
 
     A UserError refuses a row that has no known format or an unknown role, holds images, or leaves no token.
     """
     parts = messages_to_answer(row, source, features)
+    media: Sequence[PlacedMedium] = ()
     columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}
     if parts is None:
         question: str | Messages = RowFormats(features).text(row, source).text
         tokens = text_tokens(tokenizer, question)  # type: ignore[arg-type]
     else:
         messages, answers = parts
-        if kind := media_kind(row, messages):
-            raise UserError(f"{source}: this row has {kind}s, and loss: grpo answers texts alone; remove the row.")
-        options, tools = template_options_of(row, source), tools_of(row, source)
-        messages = join_text_parts(messages, source)
+        options = template_options_of(row, source)
+        tools = tools_of(row, source)
+        if placer is None:
+            if kind := media_kind(row, messages):
+                raise UserError(f"{source}: this row has {kind}s, and the model no vision tower; remove the row.")
+            messages = join_text_parts(messages, source)
+        else:
+            messages, media = placer.place(row, messages, source)  # type: ignore[assignment]
         asked = {**(config.chat_template_config or {}), **options, "tools": tools}
         tokens = tokens_to_answer(tokenizer, messages, asked, source)
         renderer = Renderer(tokenizer, config.chat_template_config)
         check_roles(messages, renderer.template(tools), source)
         check_calls(messages, renderer.template(tools), source)
         unwritten.count_prompt(
-            Conversation(messages, tools, [], False, source, options),
+            Conversation(messages, tools, [], False, source, options, media),
             lambda spoken, tools: renderer.text(spoken, tools, {**options, "add_generation_prompt": True}),
         )
         question = messages_in_text(row.get(features.prompt))
@@ -122,7 +135,7 @@ def prompt_example(
     if not tokens:
         raise UserError(f"{source}: no token is left of the prompt; remove this row.")
     targets = np.zeros(len(tokens), bool)
-    return PromptExample(
+    example = PromptExample(
         np.array(tokens, np.int32),
         targets,
         source,
@@ -131,3 +144,4 @@ def prompt_example(
         most=config.max_completion_length,
         plain=parts is None,
     )
+    return example if placer is None else placer.with_pictures(example, media)

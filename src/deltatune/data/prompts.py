@@ -71,14 +71,16 @@ def text_tokens(tokenizer: Any, text: str) -> list[int]:
     first = tokenizer.bos_token
     if first and text.startswith(first):
         return list(tokenizer.encode(text, add_special_tokens=False))
-    tokens, behind = list(tokenizer.encode(text)), _added_behind(tokenizer)
+    tokens = list(tokenizer.encode(text))
+    behind = _added_behind(tokenizer)
     return tokens[: len(tokens) - len(behind)] if behind and tokens[-len(behind) :] == behind else tokens
 
 
 def _added_behind(tokenizer: Any) -> list[int]:
     """Return the special tokens that a tokenizer adds behind every text."""
     letter = "a"
-    plain, added = list(tokenizer.encode(letter, add_special_tokens=False)), list(tokenizer.encode(letter))
+    plain = list(tokenizer.encode(letter, add_special_tokens=False))
+    added = list(tokenizer.encode(letter))
     ends = (at + len(plain) for at in range(len(added)) if added[at : at + len(plain)] == plain)
     return added[next(ends, len(added)) :]
 

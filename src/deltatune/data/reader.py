@@ -103,7 +103,7 @@ class Reader:
             self._config.mask_prompt,
             last_turn=self._config.chat_turns == LAST_TURN,
             template_options=self._config.chat_template_config,
-            media=self._media_placer(),
+            media=media_placer(self._config, self._tokenizer, self._vision),
         )
         encoder: Any = text
         if preferred:
@@ -127,14 +127,6 @@ class Reader:
             vars(features), self._config.mask_prompt, self._config.chat_turns, self._config.chat_template_config,
         ]  # fmt: skip
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
-
-    def _media_placer(self) -> MediaPlacer | None:
-        if self._vision is None:
-            return None
-        # The files of a data set under hf_dataset lie in the current folder.
-        data = expanded(self._config.data or "")
-        reader = media_reader(self._vision, data.parent if data.is_file() else data, vars(self._config))
-        return MediaPlacer(self._vision.spec, reader, self._tokenizer)
 
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
         for kind, meaning in _MEANINGS.items():
@@ -228,3 +220,13 @@ def _truncated(example: Example, limit: int) -> Example:
         )
     pictures = None if example.pictures is None else example.pictures.cut(tokens)
     return replace(example, tokens=tokens, targets=targets, pictures=pictures)
+
+
+def media_placer(config: TrainConfig, tokenizer: Any, vision: VisionProcessors | None) -> MediaPlacer | None:
+    """Return the placer of the images and videos of a run's rows; None for a text model."""
+    if vision is None:
+        return None
+    # The files of a data set under hf_dataset lie in the current folder.
+    data = expanded(config.data or "")
+    reader = media_reader(vision, data.parent if data.is_file() else data, vars(config))
+    return MediaPlacer(vision.spec, reader, tokenizer)

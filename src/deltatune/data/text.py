@@ -102,7 +102,7 @@ class MediaPlacer:
             raise UserError(
                 f"{source}: the row ends with an image, after which there is nothing to predict; add an answer in text."
             )
-        if not targets.any():
+        if example.targets.any() and not targets.any():
             raise UserError(f"{source}: nothing to learn from: only image tokens would count; add an answer in text.")
         values = tuple(medium.value for medium in media)
         digests = tuple(self._reader.digest(value, source) for value in values)

@@ -115,9 +115,10 @@ class Lesson:
         """Write the report with these figures at its head, and print where it is; return whether enough is right."""
         self._write_report(headline)
         outputs = self.trainer.outputs
-        shares = (f"{score.accuracy:.1%}" for score in (self.before, self.after))
         seconds = time.perf_counter() - self.started
-        screen.end(*shares, str(outputs.report), command_again(outputs.directory), seconds)
+        before = f"{self.before.accuracy:.1%}"
+        after = f"{self.after.accuracy:.1%}"
+        screen.end(before, after, str(outputs.report), command_again(outputs.directory), seconds)
         return self.after.accuracy >= ENOUGH
 
     def _write_report(self, headline: dict[str, str]) -> None:

@@ -18,7 +18,9 @@ from ..ops.operator import verdicts
 from ..ops.products.quantized_product import dense_product
 from ..upstream import libmlx
 
-_SIDE, _TIMES, _SECONDS = 768, 4, 0.5
+_SIDE = 768
+_TIMES = 4
+_SECONDS = 0.5
 
 
 def machine() -> dict[str, str]:
@@ -43,7 +45,8 @@ def speed(product: Callable[[mx.array, mx.array], mx.array] = mx.matmul, dtype: 
     """The speed of a product on the CPU in GFLOP/s: the best of up to four runs within half a second."""
     a = mx.random.normal((_SIDE, _SIDE), dtype, key=mx.random.key(0), stream=mx.cpu)
     mx.eval(a)
-    best, begun = float("inf"), time.perf_counter()
+    best = float("inf")
+    begun = time.perf_counter()
     for _ in range(_TIMES):
         start = time.perf_counter()
         with mx.stream(mx.cpu):

@@ -433,7 +433,9 @@ def _fitted(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
 
 def _axis(leaf: str, factor: mx.array) -> int:
     """The axis of a factor that is as long as the rank."""
-    return 1 if leaf == "lora_a" else 2 if factor.ndim == 3 else 0
+    if leaf == "lora_a":
+        return 1
+    return 2 if factor.ndim == 3 else 0
 
 
 def _is_used(factor: mx.array, axis: int) -> np.ndarray:

@@ -22,7 +22,8 @@ class LoRAEmbedding(Adapter):
     dense_class = nn.Embedding
 
     def begin(self, rank: int) -> None:
-        vocabulary, dims = self.embedding["weight"].shape[0], dense_weight(self.embedding).shape[1]
+        vocabulary = self.embedding["weight"].shape[0]
+        dims = dense_weight(self.embedding).shape[1]
         self.lora_a = uniform(vocabulary, (vocabulary, rank))
         self.lora_b = mx.zeros((rank, dims))
 
@@ -60,7 +61,8 @@ class DoRAEmbedding(LoRAEmbedding):
         return (self.m / self._adapted_norm()).astype(x.dtype) * super().as_linear(x)
 
     def _adapted_norm(self) -> mx.array:
-        a, b = self.scale * mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
+        a = self.scale * mx.stop_gradient(self.lora_a)
+        b = mx.stop_gradient(self.lora_b)
         inner_product = (self.embedding.as_linear(b).astype(mx.float32).T * a).sum(axis=1)
         return norm_of_sum(self._base_norm, inner_product, ((a @ (b @ b.T)) * a).sum(axis=1))
 

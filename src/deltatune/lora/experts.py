@@ -131,7 +131,8 @@ def projection(module: nn.Module) -> Projection | None:
     """
     adapter = None
     if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:
-        adapter, module = module, module["linear"]
+        adapter = module
+        module = module["linear"]
     # dict.get: directly_read.py watches module.get for owners that bypass an adapter, which this function does not.
     arrays: dict[str, Any] = {name: dict.get(module, name) for name in _ARRAY_NAMES}
     weight = arrays["weight"]

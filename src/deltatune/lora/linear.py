@@ -64,9 +64,11 @@ def _project_down(x: mx.array, a: mx.array) -> list[mx.array]:
     remembered_input = input_of(x)
 
     def backward(primals: Any, cotangents: Any, _outputs: Any) -> list[mx.array]:
-        (x, a), (dx, d_low_rank) = primals, cotangents
+        x, a = primals
+        dx, d_low_rank = cotangents
         (x,) = remembered_input.again([x], [d_low_rank])
-        dx, d_a = add_product(dx, d_low_rank, a, transpose=True), columns_product(x, d_low_rank)
+        dx = add_product(dx, d_low_rank, a, transpose=True)
+        d_a = columns_product(x, d_low_rank)
         return [remembered_input.before(dx, [d_a]), d_a]
 
     function: Any = mx.custom_function(lambda x, a: [x, rows_product(x, a)])
@@ -162,7 +164,9 @@ def _adapted_token(layer: LoRALinear, x: mx.array, known: Known) -> mx.array | N
 
     The layer has no active dropout; `known` keeps the cast factors.
     """
-    a, b, dtype = layer["lora_a"], layer["lora_b"], x.dtype
+    a = layer["lora_a"]
+    b = layer["lora_b"]
+    dtype = x.dtype
     if a.dtype != dtype or b.dtype != dtype:
         cast = known.of(a, _Cast)
         if cast is None or cast.origin_of_b() is not b or cast.a.dtype != dtype:
@@ -195,7 +199,8 @@ class LoRALinear(Adapter):
     dense_class = nn.Linear
 
     def begin(self, rank: int) -> None:
-        inputs, outputs = input_size(self.linear), self.linear["weight"].shape[0]
+        inputs = input_size(self.linear)
+        outputs = self.linear["weight"].shape[0]
         self.lora_a = uniform(inputs, (inputs, rank))
         self.lora_b = mx.zeros((rank, outputs))
 
@@ -248,7 +253,8 @@ class DoRALinear(LoRALinear):
         return mx.quantized_matmul(x, *packed, **quantization(linear))
 
     def _adapted_norm(self) -> mx.array:
-        a, b = mx.stop_gradient(self.lora_a), self.scale * mx.stop_gradient(self.lora_b)
+        a = mx.stop_gradient(self.lora_a)
+        b = self.scale * mx.stop_gradient(self.lora_b)
         inner_product = (self._without_bias(a.T).astype(mx.float32) * b).sum(axis=0)
         return norm_of_sum(self._base_norm, inner_product, (((a.T @ a) @ b) * b).sum(axis=0))
 

@@ -178,7 +178,8 @@ def unfreeze_new_rows(model: nn.Module) -> None:
 def plain_parameters(model: nn.Module) -> dict[str, mx.array]:
     """Return the parameters of `model` by path, with each grown table as the one table that a checkpoint holds."""
     tables = grown_tables(model)
-    inside, flat = tuple(f"{path}." for path in tables), arrays_of(model.parameters())
+    inside = tuple(f"{path}." for path in tables)
+    flat = arrays_of(model.parameters())
     parameters = {name: array for name, array in flat.items() if not name.startswith(inside)}
     for path, table in tables.items():
         parameters |= {f"{path}.{name}": array for name, array in arrays_of(table.plain().parameters()).items()}

@@ -17,7 +17,8 @@ from .linear import LoRALinear, with_update
 from .weights import dense_weight
 
 # The rounds of subspace iteration, and the columns beyond the rank that make it accurate; 16 rounds are PEFT's choice.
-_ROUNDS, _MORE = 16, 16
+_ROUNDS = 16
+_MORE = 16
 
 
 class PiSSALinear(LoRALinear):
@@ -43,7 +44,8 @@ class PiSSALinear(LoRALinear):
 
     def start_at(self, a: mx.array, b: mx.array) -> None:
         """Take A [in, r] and B [r, out] as the factors and as their start."""
-        self.lora_a, self.lora_b = a, b
+        self.lora_a = a
+        self.lora_b = b
         self._start = [a, b]
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -93,7 +95,8 @@ def with_pissa(made: dict[str, Any], dropout: float) -> tuple[dict[str, Any], li
 
     Starts are computed when they are needed, one after another, since each needs a copy of its weight in fp32.
     """
-    chosen, others = dict(made), []
+    chosen = dict(made)
+    others = []
     last: list[mx.array] = []
     for path, adapter in made.items():
         if not can_start(adapter):

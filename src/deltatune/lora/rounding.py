@@ -25,7 +25,8 @@ class Rounding:
 
     def add(self, path: str, adapter: Adapter, fused: nn.Module) -> None:
         """Measure one matrix: `fused` is the result of `adapter.fuse()`. This waits until it is computed."""
-        exact, base = adapter.adapted_weight(), dense_weight(adapter.base).astype(mx.float32)
+        exact = adapter.adapted_weight()
+        base = dense_weight(adapter.base).astype(mx.float32)
         parts = [dense_weight(fused).astype(mx.float32) - exact, exact - base, exact]
         squares: Any = mx.stack([mx.square(part).sum() for part in parts]).tolist()
         self.errors[path] = math.sqrt(squares[0] / squares[2]) if squares[2] else 0.0

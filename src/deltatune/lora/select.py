@@ -59,7 +59,8 @@ def chosen_layers(model: nn.Module, config: LoraConfig, num_layers: int) -> list
         indices = sorted({index % count for index in config.layers})
     else:
         indices = list(range(count))[-max(num_layers, 0) :]
-    chosen, wanted = [paths[index] for index in indices], config.layer_kinds
+    chosen = [paths[index] for index in indices]
+    wanted = config.layer_kinds
     if wanted is None:
         return chosen
     modules = dict(model.named_modules())
@@ -195,7 +196,8 @@ def _refuse_keys_without_target(
 
 def _ranks(selection: Selection, names: _ModuleNames, config: LoraConfig) -> dict[str, int]:
     """Return the rank of each target; UserError for a pattern of `rank_pattern` that sets none."""
-    ranks, used = dict.fromkeys(selection.targets, config.rank), set()
+    ranks = dict.fromkeys(selection.targets, config.rank)
+    used = set()
     for path in ranks:
         pattern = next((pattern for pattern in config.rank_pattern if names.match(pattern, path)), None)
         if pattern is not None:

@@ -93,7 +93,8 @@ def _multiplies(linear: nn.Module, x: mx.array) -> bool:
 
 
 def _matrix(module: Adapter, dtype: mx.Dtype) -> AdaptedMatrix:
-    linear, factors = module.base, (module["lora_a"].astype(dtype), module["lora_b"].astype(dtype))
+    linear = module.base
+    factors = (module["lora_a"].astype(dtype), module["lora_b"].astype(dtype))
     if type(linear) is nn.Linear:
         return AdaptedMatrix([linear.weight], *factors)
     arrays = [linear[name] for name in _PACKED if linear.get(name) is not None]

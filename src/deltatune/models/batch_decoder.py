@@ -115,7 +115,9 @@ class BatchDecoder:
         room: int = LEAST_ROOM,
         trains: bool = False,
     ):
-        self._model, self._ends, self._max_tokens = model, frozenset(ends), max_tokens
+        self._model = model
+        self._ends = frozenset(ends)
+        self._max_tokens = max_tokens
         self._choose = chooser_of(None)
         self._first_room = room
         self._trains = trains
@@ -131,14 +133,16 @@ class BatchDecoder:
         self._factors: list[mx.array] | None = None
         self._step, self._arguments_of = _step_of(model, self._kinds, trains)
         if compiled:
-            self._step, self._arguments_of = mx.compile(self._step), mx.compile(self._arguments_of)
+            self._step = mx.compile(self._step)
+            self._arguments_of = mx.compile(self._arguments_of)
 
     def _clear(self, rows: int) -> None:
         """Begin anew with free rows, so that nothing depends on earlier answers."""
         self._rows: list[Answer | None] = [None] * rows
         # By layer: a recurrence's states, or the keys and values of an attention.
         self._arrays: list[list[mx.array]] = []
-        self._tokens, self._offset = mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32)
+        self._tokens = mx.zeros(rows, mx.int32)
+        self._offset = mx.zeros(rows, mx.int32)
         self._room = self._first_room
         # No row has more tokens with those that are under way.
         self._most = 0
@@ -168,7 +172,8 @@ class BatchDecoder:
             self._admit(waiting)
             self._decode(max(1, len(self._rows) // SHARE_FREE) if waiting else len(self._rows), between)
         self._arrays = []
-        self._trained, self._factors = {}, None
+        self._trained = {}
+        self._factors = None
         return answers
 
     def _decode(self, enough: int, between: Callable[[], None] | None) -> None:
@@ -211,7 +216,8 @@ class BatchDecoder:
             self._left_on_host.add(read.ctypes.data)
             host_memory.stay([chosen.figures])
         # Copied, so that the same few arrays serve all tokens.
-        numbers, healthy = read.T.tolist(), np.isfinite(read).all(axis=0).tolist()
+        numbers = read.T.tolist()
+        healthy = np.isfinite(read).all(axis=0).tolist()
         for place, row in enumerate(self._rows):
             if row is None:
                 continue
@@ -261,7 +267,9 @@ class BatchDecoder:
         """
         shortest = min(group, key=lambda row: len(row.prompt))
         if self._padding_is_right is None and len(shortest.prompt) < max(len(row.prompt) for row in group):
-            together, alone, at = self._read(group), self._read([shortest]), group.index(shortest)
+            together = self._read(group)
+            alone = self._read([shortest])
+            at = group.index(shortest)
             pairs = [
                 (row_state[at], row_state_alone[0])
                 for kind, *both in zip(self._kinds, together, alone, strict=True)
@@ -287,7 +295,8 @@ class BatchDecoder:
                 for layer_arrays in self._read([Answer([0, 0]) for _ in group])
             ]
         padded = [[*row.prompt[:-1], *[0] * (longest - length)] for row, length in zip(group, lengths, strict=True)]
-        tokens, caches = mx.array(padded), make_prompt_cache(self._model)
+        tokens = mx.array(padded)
+        caches = make_prompt_cache(self._model)
         if set(lengths) != {longest}:
             for cache in caches:
                 if isinstance(cache, ArraysCache):

@@ -26,7 +26,9 @@ from .checkpoint_files import INDEX, UNCHECKED_FORMATS, WEIGHTS, index_counts
 from .load import load_tokenizer, locate, plain_config
 
 #: The files with the settings of images, of videos, and of both.
-IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+IMAGES = "preprocessor_config.json"
+VIDEOS = "video_preprocessor_config.json"
+BOTH = "processor_config.json"
 # The options of a run, and their names in the files. A limit has an older name beside its place under "size".
 _SIZES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _SAMPLING = {"fps": "fps", "video_max_frames": "max_frames"}

@@ -23,7 +23,8 @@ from ..ops.segments import segments
 from ..ops.watched_calls import calls_through
 
 # Tokens of the first and of the second document of a row.
-_FIRST, _SECOND = 32, 16
+_FIRST = 32
+_SECOND = 16
 # The largest change that another document in the row may make in the logits of a token, relative to their mean size.
 # Between rows that differ in nothing else, the products of a document are the same: the rest is routing of experts.
 _INFLUENCE = 1e-3
@@ -40,7 +41,8 @@ _NAMES = ("window", "chunk_size", "topk", "max_position", "floor_scale")
 # follows another does, and no multiple of it stands where a document begins.
 _LOWERED = 20
 # The same for the number and the size of the blocks of keys that a layer selects.
-_BLOCKS, _BLOCK = 1, 18
+_BLOCKS = 1
+_BLOCK = 18
 # A length that no row exceeds.
 _RAISED = 64
 # The weights repeat after so many numbers. It is a prime, so that no two rows of a matrix are the same.

@@ -53,13 +53,14 @@ def stream_drafted(
 
 def draft_speeds(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int) -> str:
     """Answer prompts with drafts and without; return the tokens accepted a step and both speeds, as a sentence."""
-    lasts: list[tuple[Any, DraftedResponse]] = []
+    plain: list[Any] = []
+    drafted: list[Any] = []
     # The first answer is given twice: it makes the kernels that the others find.
     for prompt in [prompts[0], *prompts]:
-        *_, plain = stream(loaded, prompt, max_tokens, Sampling())
-        *_, drafted = stream_drafted(loaded, prompt, max_tokens, Sampling())
-        lasts.append((plain, drafted))
-    plain, drafted = zip(*lasts[1:], strict=True)
+        for answer, lasts in ((stream, plain), (stream_drafted, drafted)):
+            *_, last = answer(loaded, prompt, max_tokens, Sampling())
+            lasts.append(last)
+    del plain[0], drafted[0]
     accepted = sum(last.accepted for last in drafted) / max(1, sum(last.steps for last in drafted))
     return (
         f"Drafts in answers to {len(prompts)} prompts of the test set: {accepted:.2f} tokens accepted a step, "
@@ -67,7 +68,7 @@ def draft_speeds(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: i
     )
 
 
-def _speed(lasts: Sequence[GenerationResponse]) -> float:
+def _speed(lasts: Sequence[Any]) -> float:
     """Return the tokens a second of answers with these last responses."""
     tokens = [last.generation_tokens for last in lasts]
     return sum(tokens) / sum(last.generation_tokens / last.generation_tps for last in lasts)

@@ -155,7 +155,8 @@ def cache_bytes(model: nn.Module) -> CacheBytes:
         return sum(array.nbytes for array in next(begun(model, tokens + 1)))
 
     # mlx-lm's caches have room for whole steps of tokens.
-    one, two = after(KVCache.step), after(2 * KVCache.step)
+    one = after(KVCache.step)
+    two = after(2 * KVCache.step)
     return CacheBytes(2 * one - two, (two - one) // KVCache.step)
 
 
@@ -215,7 +216,8 @@ def embedded(model: Any, prompt: Sequence[int], images: Sequence[Picture], video
     They are held while all pieces of the prompt are read. The arguments are those of stream_with_pictures().
     """
     inputs = _inputs(prompt, images, videos)
-    rows, pixels = inputs.pop("input_ids"), inputs.pop("pixel_values", None)
+    rows = inputs.pop("input_ids")
+    pixels = inputs.pop("pixel_values", None)
     features = model.get_input_embeddings(rows, pixels, mask=None, **inputs)
     leaves: Any = tree_flatten(features.to_dict())
     return [array for _, array in leaves if isinstance(array, mx.array)]

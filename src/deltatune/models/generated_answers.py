@@ -12,8 +12,9 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import NotFiniteError
+from ..machine import backend
 from ..machine.numpy_arrays import as_numpy
-from .batch_decoder import Answer, Chooser
+from .batch_decoder import PROMPT_TOKENS, Answer, Chooser
 
 
 def can_be_joined(model: nn.Module) -> bool:
@@ -48,13 +49,14 @@ class AnswerGenerator:
     ) -> list[Answer]:
         """Return the answer to each prompt, as BatchDecoder.answers() does."""
         answers = [Answer(prompt) for prompt in prompts]
+        longest = max(map(len, prompts), default=1)
         generator = BatchGenerator(
             self._model,
             max_tokens=self._max_tokens,
             stop_tokens=self._ends,
             sampler=lambda log_probabilities: choose(log_probabilities).tokens,
             completion_batch_size=self._rows,
-            prefill_batch_size=self._rows,
+            prefill_batch_size=max(1, min(self._rows, backend.here(PROMPT_TOKENS) // longest)),
         )
         waiting = dict(zip(generator.insert([list(prompt) for prompt in prompts]), answers, strict=True))
         with contextlib.closing(generator):

@@ -123,7 +123,8 @@ def split_head(model: nn.Module, *, compare: bool = True) -> Split:
 
 def _ancestors(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """(parent, name) of every module on the path from `model` down to its layers."""
-    chain, parent = [], model
+    chain = []
+    parent = model
     for name in layer_paths(model)[0].split("."):
         child = parent[name] if isinstance(parent, nn.Module) and name in parent else None
         if not isinstance(child, nn.Module):
@@ -214,12 +215,14 @@ def scored(model: nn.Module, split: Split, rows: Sequence[Sequence[int]], counts
     outputs = before_head(model, split, tokens)
     scores = []
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        total, greedy = 0.0, True
+        total = 0.0
+        greedy = True
         for start in range(len(row) - 1 - count, len(row) - 1, PIECE):
             end = min(start + PIECE, len(row) - 1)
             pieces = of_piece(split, outputs[number, start:end], mx.array(list(row[start + 1 : end + 1]), mx.int32))
             mx.eval(pieces)
-            total, greedy = total + float(pieces[0]), greedy and bool(pieces[1].item())
+            total = total + float(pieces[0])
+            greedy = greedy and bool(pieces[1].item())
         if not math.isfinite(total):
             raise NotFiniteError(row)
         scores.append(Likelihood(total, greedy))

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from ..layers import LIGHTNING, LayerInfo, is_state_space, logits_of
@@ -21,6 +22,20 @@ from ..ops.watched_calls import calls_through
 
 # In the place of the cache of a layer of which it is not known.
 _UNKNOWN = object()
+
+
+def empty_caches(model: nn.Module) -> list[Any]:
+    """Return the caches with which a language model decodes."""
+    return make_prompt_cache(model)
+
+
+def repeat_row(caches: Sequence[Any], rows: int) -> None:
+    """Let caches of one row hold it so many times."""
+    for cache in caches:
+        # A state may hold numbers, such as an offset, too.
+        cache.state = tree_map(
+            lambda leaf: mx.repeat(leaf, rows, axis=0) if isinstance(leaf, mx.array) else leaf, cache.state
+        )
 
 
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:

@@ -152,7 +152,8 @@ def _measure_rounding(path: Path, adapter_path: Path, dequantize: bool) -> Round
     load_adapters(model, adapter_path)
     rounding = Rounding()
     for name, adapter in adapters(model).items():
-        base, fused = _base(adapter), adapter.fuse(dequantize=dequantize)
+        base = _base(adapter)
+        fused = adapter.fuse(dequantize=dequantize)
         if not is_finite(dense_weight(fused)):
             raise UserError(
                 f"{name}: its weight would hold NaN or infinity after the merge. Where the model alone gives a finite "

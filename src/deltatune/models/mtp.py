@@ -80,9 +80,8 @@ def two_ahead(model: nn.Module) -> Callable[[mx.array, mx.array], mx.array]:
 def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
     """mlx-vlm's reader of a head's tensors, the config.json for it, and whether the tensors are in MLX's form."""
     splitter, config = reader_of(path)
-    text = config["text_config"]
-    of_family = splitter is not None and config["model_type"] in _FAMILIES
-    headers = weight_headers(path).values() if of_family else ()
+    text = text_part(config)
+    headers = () if splitter is None else weight_headers(path).values()
     holding = [header for header in headers if any(splitter.select_keys(name, text) for name in header.tensors)]
     if not holding:
         raise UserError(
@@ -109,6 +108,8 @@ def reader_of(path: Path) -> tuple[Any, dict[str, Any]]:
             f"pip install 'mlx-vlm>={_SINCE}'."
         )
     config = with_known_type(completed(plain_config(path, trust_remote_code=False)))
+    if config["model_type"] not in _FAMILIES:
+        return None, config
     text = dict(text_part(config))
     rope = text.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" not in rope:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from ..ops.decoding.sampled_token import sampled_token, sampled_token_naive, serves, twice
 from ..options.config import TrainConfig
+from .vision.split import has_vision, vision_spec
 
 # The logit of a token that is never sampled: its probability is 0, and its gradient finite.
 EXCLUDED = -1e30
@@ -32,18 +33,23 @@ class SampledPolicy:
 
     The restrictions follow one another as in transformers and vLLM: top_k tokens (0 for all), the sum top_p of
     probabilities (1 for all), then min_p, the least probability relative to the likeliest, all of the distribution at
-    this temperature.
+    this temperature. `excluded` tokens are never sampled, such as those that stand for the features of an image.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    excluded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: TrainConfig) -> SampledPolicy:
-        """Return the policy that the options of a run describe."""
-        return cls(config.temperature, config.top_p, config.top_k, config.min_p)
+    def of(cls, config: TrainConfig, model: nn.Module | None = None) -> SampledPolicy:
+        """Return the policy that the options of a run describe, with a model that may have a vision tower."""
+        excluded: tuple[int, ...] = ()
+        if model is not None and has_vision(model):
+            spec = vision_spec(model)
+            excluded = spec.image_token, spec.video_token
+        return cls(config.temperature, config.top_p, config.top_k, config.min_p, excluded)
 
     @property
     def is_plain(self) -> bool:
@@ -52,11 +58,13 @@ class SampledPolicy:
 
     @property
     def _restricts(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.excluded)
 
     def logits(self, logits: mx.array) -> mx.array:
         """Return the logits [..., V] of the policy in fp32, from those of the model; excluded tokens have EXCLUDED."""
         logits = logits.astype(mx.float32) / self.temperature
+        for token in self.excluded:
+            logits = mx.where(mx.arange(logits.shape[-1]) == token, EXCLUDED, logits)
         if 0 < self.top_k < logits.shape[-1]:
             least = mx.topk(logits, self.top_k, axis=-1).min(axis=-1, keepdims=True)
             logits = mx.where(logits >= least, logits, EXCLUDED)

@@ -39,7 +39,8 @@ class TrainedCheckpoint:
     """
 
     def __init__(self, model: nn.Module, base: Path, scratch_config: Mapping[str, Any] | None = None):
-        self._model, self._base = model, base
+        self._model = model
+        self._base = base
         self._config = grown_config(model, base) if scratch_config is None else _scratch_config(model, scratch_config)
         self._names: StoredNames | None = None
         self._ends = unwritten_ends(base)

@@ -143,7 +143,8 @@ def resize_embeddings(loaded: Loaded, scratch_seed: int | None = None, *, lazy: 
     rows start at the mean of the old ones.
     """
     tables = token_tables(loaded.model)
-    rows, needed = token_rows(loaded.model), max(loaded.tokenizer.get_vocab().values()) + 1
+    rows = token_rows(loaded.model)
+    needed = max(loaded.tokenizer.get_vocab().values()) + 1
     first = _first_new_row(loaded.model, loaded.tokenizer, scratch_seed is not None)
     if needed <= first:
         return

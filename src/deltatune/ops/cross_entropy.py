@@ -78,7 +78,7 @@ def linear_scores(
     _check(hidden, {"weights": weights}, chunk_tokens)
     weights = weights.astype(mx.float32).reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    chunks = _chunks(hidden.shape[0], chunk_tokens or _default_chunk(head, hidden))
+    chunks = _chunks(hidden, chunk_tokens or _default_chunk(head, hidden))
     loss = _loss(run, chunks, run.in_training(), score)(run.parameters, hidden, mx.stop_gradient(others), weights)
     return loss, weights.sum()
 
@@ -101,7 +101,7 @@ def linear_token_losses(
     _check(hidden, {"targets": targets}, chunk_tokens)
     _check_integers(targets)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    chunks = _chunks(rows.shape[0], chunk_tokens or _default_chunk(head, rows))
+    chunks = _chunks(rows, chunk_tokens or _default_chunk(head, rows))
     eager = not run.parameters and run.in_training()
     flat = mx.stop_gradient(mx.maximum(targets.reshape(-1), 0))
     with repeatable() as key:
@@ -350,8 +350,11 @@ def _default_chunk(head: Callable[[mx.array], mx.array], hidden: mx.array) -> in
     return max(16, min(factor * LARGEST_CHUNK_BYTES // row_bytes, wanted))
 
 
-def _chunks(tokens: int, size: int) -> list[Turn]:
-    """Return ceil(tokens / size) chunks of nearly equal length, so that few shapes are compiled."""
+def _chunks(rows: mx.array, size: int) -> list[Turn]:
+    """Return the spans of equal chunks of at most `size` rows, but for the last, so that few shapes are compiled."""
+    tokens = len(rows)
     length = -(-tokens // -(-tokens // size))
     # MLX's queue holds the logits of several chunks, and each chunk's place in a task of ten operations is another one.
-    return turns([*range(0, tokens, length), tokens], ends=5)
+    # On a CPU the slabs of a product in 16 bits fill the queue.
+    ends = 2 if backend.computes_in_fp32() and rows.dtype != mx.float32 else 5
+    return turns([*range(0, tokens, length), tokens], ends)

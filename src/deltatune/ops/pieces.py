@@ -48,8 +48,8 @@ class States:
 
     @property
     def handed(self) -> list[mx.array]:
-        """The arrays that the piece hands on."""
-        return [array for array in self.arrays if array is not None]
+        """The arrays that the piece hands on; a convolution's last rows are a slice, which would hold all rows."""
+        return [mx.contiguous(array) for array in self.arrays if array is not None]
 
     @property
     def following(self) -> list[mx.array]:
@@ -268,8 +268,9 @@ class _Pieces:
         count, attends = self.carry.states, self.carry.attends
         states = States(_restarted(before[:count], documents, start) if before else [None] * count)
         keys_before = KeysAndValues(start, before[count:] or None)
-        both = StatesAndKeys(states, keys_before)
-        cache = both if count and attends else keys_before if attends else states
+        cache: States | KeysAndValues | StatesAndKeys = states
+        if attends:
+            cache = StatesAndKeys(states, keys_before) if count else keys_before
         # Queries of attention see keys of earlier pieces, so their documents are needed as well.
         first = 0 if before and attends else start
         readable = None if documents is None else self.cut.part(documents, (first, stop))

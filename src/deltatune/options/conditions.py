@@ -130,7 +130,8 @@ def changed_options(options: Any) -> dict[str, str]:
     settings = schedule if isinstance(schedule, dict) else {}
     names = {f"lr_schedule.{key}": f"lr_schedule: {key}" for key, value in settings.items() if value}
     for field in dataclasses.fields(options):
-        value, factory = getattr(options, field.name), field.default_factory
+        value = getattr(options, field.name)
+        factory = field.default_factory
         if dataclasses.is_dataclass(value):
             names |= changed_options(value)
         elif value != (field.default if factory is dataclasses.MISSING else factory()):

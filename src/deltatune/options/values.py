@@ -68,8 +68,8 @@ class Range:
     size: bool = False
 
     def __contains__(self, number: float) -> bool:
-        most = self.most if self.most is not None else _MOST_INT if isinstance(number, int) else _MOST_FLOAT
-        inside = math.isfinite(number) and abs(number) <= most
+        most = _MOST_INT if isinstance(number, int) else _MOST_FLOAT
+        inside = math.isfinite(number) and abs(number) <= (most if self.most is None else self.most)
         inside = inside and (self.least is None or number >= self.least)
         inside = inside and (self.above is None or number > self.above)
         inside = inside and (self.below is None or number < self.below)

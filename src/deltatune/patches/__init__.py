@@ -1,7 +1,7 @@
 """Brings deltatune's gradients into the models of other packages by replacing functions of those packages.
 
-Patches are applied only when somebody asks for it (`apply` or `patched`), and `revert` restores every original. The
-modules of tables/ list the functions to replace; patch.py replaces them.
+Patches are in force within `patched` blocks alone, after which every original is restored. The modules of tables/ list
+the functions to replace; patch.py replaces them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ __all__ = [
     "Patch",
     "PatchReport",
     "PatchWarning",
-    "apply",
     "gated_delta_layers",
     "is_gated_delta",
     "left_alone_for",
     "patched",
     "refuse",
-    "revert",
     "served",
     "serving",
 ]
@@ -88,8 +86,8 @@ ON_METAL: tuple[Patch, ...] = (
 )
 ON_CPU: tuple[Patch, ...] = products.NARROW
 
-# The users of the patches: each `patched` block that is open, and from apply() to revert() this module's name.
-_asking: set[object] = set()
+# The `patched` blocks that are open.
+_open: set[object] = set()
 
 
 def _of_device() -> tuple[Patch, ...]:
@@ -98,59 +96,6 @@ def _of_device() -> tuple[Patch, ...]:
 
 def _records() -> tuple[Patch, ...]:
     return (*one_row_products.records(), *_of_device(), *PATCHES)
-
-
-def apply(
-    model: nn.Module | None = None,
-    announce: Callable[[PatchReport], None] | None = None,
-    *,
-    strict: bool = False,
-    uses: Collection[str] = (TRAINING,),
-) -> PatchReport:
-    """Apply every patch that this machine needs, until revert(). Patches that are applied already stay as they are.
-
-    Some patches depend on the device; each module of the folder tables/ says where its own are needed. The call warns
-    (PatchWarning) about every target that it leaves alone.
-
-    Args:
-        model: A model to verify. It is traced, and each gated-delta layer that does not call deltatune is reported.
-        announce: Is called with a further report whenever the module of a waiting target is imported later.
-        strict: Whether to raise where the uses of the model depend on something that is left alone, or a layer does
-            not call deltatune.
-        uses: The uses of the model: TRAINING, PACKING, INFERENCE. Layers are traced for TRAINING.
-
-    Returns:
-        A report of the functions that were patched, those left alone, and the modules that are not imported yet.
-
-    Raises:
-        UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`. No
-            patch is then in force that was not before.
-    """
-    try:
-        report = _apply(model, announce, strict, uses)
-    except BaseException:
-        if not _asking:
-            revert()
-        raise
-    _asking.add(__name__)
-    return report
-
-
-def _apply(
-    model: nn.Module | None,
-    announce: Callable[[PatchReport], None] | None,
-    strict: bool,
-    uses: Collection[str],
-    rows: int = 1,
-) -> PatchReport:
-    report = patch.apply(_records(), announce)
-    if model is not None and TRAINING in uses:
-        layers, report.serving = gated_delta_layers(model), serving(model, rows)
-        report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
-    if model is not None and strict:
-        refuse(report, model, uses)
-    patch.warn(report)
-    return report
 
 
 def left_alone_for(uses: Collection[str]) -> PatchReport:
@@ -165,16 +110,10 @@ def left_alone_for(uses: Collection[str]) -> PatchReport:
     try:
         report = patch.preview(_records())
     finally:
-        if products and not _asking:
+        if products and not _open:
             patch.revert()
     report.left_alone = [left for left in report.left_alone if set(left.patch.needed_for) & set(uses)]
     return report
-
-
-def revert() -> None:
-    """Undo apply(): every module and class that holds a replacement gets the original function back."""
-    _asking.discard(__name__)
-    patch.revert()
 
 
 @contextmanager
@@ -188,21 +127,24 @@ def patched(
 ) -> Iterator[PatchReport]:
     """Apply the patches within a `with` block, so that gated-delta layers train with deltatune's gradients there.
 
-    Models with modules that are imported inside the block are patched too. Blocks may be nested: the patches are
-    reverted when the last block ends, unless apply() asked for them.
+    Some patches depend on the device; each module of the folder tables/ says where its own are needed. Functions of
+    modules that are imported inside the block are patched too. Blocks may be nested: the patches are reverted when the
+    last block ends. A warning (PatchWarning) names every target that is left alone.
 
     Args:
-        model: As in apply().
-        announce: As in apply().
-        strict: Whether a model that deltatune cannot serve is refused; if not, the call only warns.
-        uses: As in apply().
+        model: A model to verify. It is traced, and each gated-delta layer that does not call deltatune is reported.
+        announce: Is called with a further report whenever the module of a waiting target is imported later.
+        strict: Whether to raise where the uses of the model depend on something that is left alone, or a layer does
+            not call deltatune; if not, the call only warns.
+        uses: The uses of the model: TRAINING, PACKING, INFERENCE. Layers are traced for TRAINING.
         rows: The rows of a batch, with which `model` is traced.
 
     Yields:
-        The report of apply().
+        A report of the functions that were patched, those left alone, and the modules that are not imported yet.
 
     Raises:
-        UserError: A layer of `model` is not served, or its results depend on a function that is left alone.
+        UserError: The BLAS of this machine computes wrong products that no patch can correct; or see `strict`. No
+            patch is then in force that was not before.
 
     Example:
         >>> with patched(model) as report:
@@ -210,10 +152,17 @@ def patched(
         >>> print(report)
     """
     block = object()
-    _asking.add(block)
+    _open.add(block)
     try:
-        yield _apply(model, announce, strict, uses, rows)
+        report = patch.apply(_records(), announce)
+        if model is not None and TRAINING in uses:
+            layers, report.serving = gated_delta_layers(model), serving(model, rows)
+            report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
+        if model is not None and strict:
+            refuse(report, model, uses)
+        patch.warn(report)
+        yield report
     finally:
-        _asking.discard(block)
-        if not _asking:
-            revert()
+        _open.discard(block)
+        if not _open:
+            patch.revert()

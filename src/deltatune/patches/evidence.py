@@ -68,7 +68,8 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     A sentence on the expected and the actual function comes back where none fits, None where the installed version
     needs no replacement.
     """
-    first, version = records[0], installed(records[0].package)
+    first = records[0]
+    version = installed(records[0].package)
     if version is None:
         return f"{first.package} does not state its version."
     candidates = sorted(records, key=lambda patch: _distance(patch, version))
@@ -166,7 +167,9 @@ def _key(patch: Patch, upstream: Function) -> str:
 @functools.cache
 def _modules_digest(name: str) -> str:
     """A digest of the files of a module and of those of its package that its names come from, directly or not."""
-    package, visited, waiting = name.partition(".")[0], set(), {name}
+    package = name.partition(".")[0]
+    visited = set()
+    waiting = {name}
     while waiting:
         module = waiting.pop()
         visited.add(module)

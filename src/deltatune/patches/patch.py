@@ -87,7 +87,8 @@ def apply(patches: Sequence[Patch], announce: Callable[[PatchReport], None] | No
     are replaced when those are imported, and `announce` is called with a further report. Applying twice gives the
     replacement to modules that were loaded in between.
     """
-    report, targets = PatchReport(), _by_target(patches)
+    report = PatchReport()
+    targets = _by_target(patches)
     for target, records in targets.items():
         if records[0].module not in sys.modules:
             gone = _moved_away(records)

@@ -16,7 +16,9 @@ Check = Callable[[Function, Function], str | None]
 SETTLED = "it needs no replacement any more."
 
 # The uses of a model; a record names those that give other results without it.
-TRAINING, PACKING, INFERENCE = "training", "packing", "inference"
+TRAINING = "training"
+PACKING = "packing"
+INFERENCE = "inference"
 ALWAYS = (TRAINING, PACKING, INFERENCE)
 
 

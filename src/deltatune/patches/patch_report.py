@@ -53,7 +53,7 @@ class LeftAlone:
 
 @dataclass
 class PatchReport:
-    """The result of apply().
+    """The functions that patched() found.
 
     Attributes:
         applied: The patches that are in force.

@@ -32,7 +32,8 @@ Update = Callable[..., tuple[mx.array, mx.array]]
 
 _ARRAYS = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 # Parameters that only some versions of the original function have: options of the gates, and those of decoding.
-_OPTIONS, _DECODING = ("lower_bound", "allow_neg_eigval"), ("state_steps", "cache")
+_OPTIONS = ("lower_bound", "allow_neg_eigval")
+_DECODING = ("state_steps", "cache")
 
 
 def served() -> Counter[str]:
@@ -159,7 +160,8 @@ def _ours(
     if lower_bound is None and gating.serves(a, b, A_log, dt_bias, largest_beta):
         log_g, beta = gating.gates(a, b, A_log, dt_bias, largest_beta)
     else:
-        log_g, beta = gating.log_gate(A_log, a, dt_bias, lower_bound), mx.sigmoid(b)
+        log_g = gating.log_gate(A_log, a, dt_bias, lower_bound)
+        beta = mx.sigmoid(b)
         beta = largest_beta * beta if allow_neg_eigval else beta
     return gated_delta(q, k, v, log_g, beta, initial_state=state, mask=mask, segments=documents)
 

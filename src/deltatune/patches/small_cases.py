@@ -23,7 +23,8 @@ from .whole_rows import whole_rows
 # fp32 rounds each of at most some thousand operations by 6e-8; a changed formula differs by far more.
 BOUND = 1e-4
 
-WIDTH, LENGTH = 16, 5
+WIDTH = 16
+LENGTH = 5
 
 _OPTIONS: dict[str, Any] = {
     "vocab_size": 32,

@@ -32,7 +32,8 @@ from . import callers
 Function = Callable[..., Any]
 
 # Who may serve a call; the keys of the counter that served() returns.
-OURS, UPSTREAM = "deltatune", "upstream"
+OURS = "deltatune"
+UPSTREAM = "upstream"
 
 # A call of at least this many tokens a row is a prompt or an evaluation. A speculative decoder checks fewer.
 PROMPT_TOKENS = 16

@@ -43,23 +43,28 @@ def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
     config = run.config
     if config.resume:
         return ""
-    said, left, least = [], peak, int(_LEAST_SHARE * peak)
+    said = []
+    left = peak
+    least = int(_LEAST_SHARE * peak)
     moments = _moments_in_8_bits(config)
     if moments is not None and _moments(run.model, config) - _moments(run.model, moments.config) >= least:
-        config, left = moments.config, planned(run.model, moments.config)
+        config = moments.config
+        left = planned(run.model, moments.config)
         said.append(f"{moments.words} takes {_at_least(peak - left)} less")
     if not 0 < over <= peak - left:
         ranks = _lower_rank_of_experts(run.model, config, over - (peak - left), least)
         if ranks is not None:
             other = load_model(ranks.config, image=run.image, lazy=True).model
             prepare(other, ranks.config)
-            before, left = left, planned(other, ranks.config)
+            before = left
+            left = planned(other, ranks.config)
             said.append(f"{ranks.words} {'another ' if said else 'takes '}{_at_least(before - left)} less")
     if not said:
         return ""
     taken = 2 * nbytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
     what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
-    end = "" if over < 1 else "; it fits then" if peak - left >= over else "; that alone is not enough"
+    end = "; it fits then" if peak - left >= over else "; that alone is not enough"
+    end = "" if over < 1 else end
     return f"{what}, their gradients and moments take {size(taken)}: {', '.join(said)}{end}."
 
 

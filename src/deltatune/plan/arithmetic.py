@@ -40,7 +40,8 @@ def products(order: Iterable[Node], times: Iterable[int] = repeat(1)) -> Product
     operations: Counter[tuple[int, int, int]] = Counter()
     for node, count in zip(order, times, strict=False):
         if node.kind in _PRODUCTS and node.size:
-            inner, columns = node.inputs[_PRODUCTS[node.kind]].shape[-1], node.shape[-1]
+            inner = node.inputs[_PRODUCTS[node.kind]].shape[-1]
+            columns = node.shape[-1]
             operations[node.size // columns, inner, columns] += 2 * node.size * inner * count
     largest = max(operations, key=lambda shape: operations[shape], default=None)
     return Products(operations.total(), largest)
@@ -54,7 +55,8 @@ def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) ->
     rows, inner, columns = map(min, shape, _MOST)
     x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))
     mx.eval(x, w, x @ w.T)
-    best, begun = float("inf"), time.perf_counter()
+    best = float("inf")
+    begun = time.perf_counter()
     while best == float("inf") or time.perf_counter() - begun < seconds:
         started = time.perf_counter()
         mx.eval(x @ w.T)

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 # mlx/array.h: shape (SmallVector<int, 10>) and strides (SmallVector<int64_t, 10>) come first, then size and dtype.
-_SHAPE, _STRIDES, _ITEM_SIZE = 8, 80, 196
+_SHAPE = 8
+_STRIDES = 80
+_ITEM_SIZE = 196
 _SEARCHED = 376
 # mlx/primitives.h: a primitive starts with its vtable and its stream (20 bytes); members of its own class follow.
 STATE = 24
@@ -73,7 +75,8 @@ def _darwin() -> Read:
     call.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
 
     def read(address: int, size: int) -> bytes:
-        content, done = ctypes.create_string_buffer(size), ctypes.c_uint64(0)
+        content = ctypes.create_string_buffer(size)
+        done = ctypes.c_uint64(0)
         if call(task, address, size, ctypes.addressof(content), ctypes.addressof(done)) or done.value != size:
             raise UnreadableError(f"nothing at {address:#x}")
         return content.raw
@@ -107,7 +110,9 @@ class ArrayLayout:
 
     def __init__(self, read: Read, primitive: int, inputs: int, siblings: int):
         self.read = read
-        self._primitive, self._inputs, self._siblings = primitive, inputs, siblings
+        self._primitive = primitive
+        self._inputs = inputs
+        self._siblings = siblings
         self._length = max(primitive, inputs, siblings) + 32
         self._kinds: dict[int, str] = {}
 
@@ -193,7 +198,8 @@ def _class_name(read: Read, table: int) -> str:
     last = ""
     while match := re.match(r"\d{1,2}(?=[A-Za-z_])", mangled):
         end = match.end() + int(match[0])
-        last, mangled = mangled[match.end() : end], mangled[end:]
+        last = mangled[match.end() : end]
+        mangled = mangled[end:]
     if not last:
         raise LayoutError(f"a primitive's class has the unreadable name {mangled!r}")
     return last
@@ -249,7 +255,8 @@ def _primitives(read: Read, at: int, kind: str) -> set[int]:
 
 def _vectors(read: Read, at: int, expected: tuple[int, ...]) -> set[int]:
     """The offsets in the description at `at` of a std::vector that holds exactly the `expected` arrays."""
-    content, offsets = words(read(at, _SEARCHED)), set()
+    content = words(read(at, _SEARCHED))
+    offsets = set()
     for index, (begin, end) in enumerate(pairwise(content)):
         try:
             if end - begin == 16 * len(expected) and words(read(begin, end - begin))[::2] == expected:
@@ -278,7 +285,8 @@ def _verify(layout: ArrayLayout) -> None:
         ):
             raise LayoutError(f"expected {kind or 'a value'} {shape}, found {seen or 'a value'} {described.shape}")
     transposed = base.transpose(2, 0, 1)
-    sliced, strided = base[1:, ::2, 1:], mx.as_strided(base, (2, 2), (1, 3), 0)
+    sliced = base[1:, ::2, 1:]
+    strided = mx.as_strided(base, (2, 2), (1, 3), 0)
     plain, axes, piece, windowed = (layout.describe(layout.address(x)) for x in (base, transposed, sliced, strided))
     quotient, remainder = mx.divmod(base, base)
     positions = [layout.describe(layout.address(array)).position for array in (quotient, remainder)]

@@ -101,8 +101,10 @@ def choose(
 
     def fewest(most: int, again: bool) -> int:
         """The fewest of at most so many layers with a plan that fits; `most` itself where none fits."""
-        whole, none = planned(0, again), planned(most, again)
-        known, values = {most: whole}, range(1, most)
+        whole = planned(0, again)
+        none = planned(most, again)
+        known = {most: whole}
+        values = range(1, most)
         return most - largest(lambda n: planned(most - n, again), limits, known, values, none, plans=_PLANS).value
 
     layers = count

@@ -10,13 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..layers import LayerInfo, describe
+from ..errors import UserError
+from ..layers import LayerInfo, describe, logits_of
+from ..models.layer_caches import carries
+from ..models.vision.split import has_vision
+from ..ops.functional import undisturbed
+from ..ops.pieces import Carry
 from ..ops.recomputation import Checkpoints
+from ..train.by_layer.layer_calls import ArrayArgument, LayerCall, LayerCalls, Recorder
 from ..train.by_layer.layer_functions import signature
 from ..train.tree import leaves
 from .graph import Node
@@ -25,6 +32,8 @@ from .traced_step import TracedStep
 
 # Fewer layers than these have none between the first and the last.
 _FEWEST = 5
+# Tokens of a row that is longer than any window of attention.
+_LONG = 1 << 20
 _FORWARD, _LOSS, _BACKWARD, _UPDATE = "forward", "loss", "backward", "update"
 
 
@@ -98,17 +107,62 @@ class FewLayers(NamedTuple):
 def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     """Choose layers of every kind, the last of the kind of the model's last layer.
 
-    A model may give its layers masks by their positions, so the kept layers have mixers in the order of its first ones.
+    A model may give its layers masks by their positions: those kept then have mixers in the order of its first ones.
     """
     layers = describe(model)
     signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(signatures))}
     kinds = [numbers[kind] for kind in signatures]
     gradients = {kind: _trained(layer) for kind, layer in zip(kinds, layers, strict=True)}
-    chosen = _chosen([(layer.kind, layer.experts) for layer in layers], kinds)
+    # Pictures enter layers by their positions, too.
+    among_all = [] if has_vision(model) else _calls(model)
+    calls = among_all or [None] * len(kinds)
+    mixers = [(layer.kind, layer.experts, call) for layer, call in zip(layers, calls, strict=True)]
+    # A model may look at its first layer with a mixer for the masks of all.
+    free, ordered = (_chosen(mixers, kinds, places) for places in (1 + max(map(mixers.index, mixers)), len(kinds)))
+    few = FewLayers(kinds, ordered, gradients, checkpoints)
     if _held(model) is None:
-        chosen = list(range(len(kinds)))
-    return FewLayers(kinds, chosen, gradients, checkpoints)
+        return few.every
+    if not among_all:
+        return few
+    for chosen in (free, ordered):
+        with only(model, few._replace(chosen=chosen)):
+            alone = _calls(model)
+        if _numbered([among_all[at] for at in chosen]) == _numbered(alone):
+            return few._replace(chosen=chosen)
+    return few.every
+
+
+def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
+    """How a model calls its layers on a row longer than their windows, and their carries; nothing is computed.
+
+    Nothing is returned of a model that looks for layers or caches at positions where it has none. Calls of layers that
+    hand on more than hidden states are not known.
+    """
+    layers, recorder = describe(model), Recorder()
+    try:
+        carried = carries(model, layers)
+        with undisturbed(model), LayerCalls([layer.module for layer in layers], recorder).watched():
+            logits_of(model, mx.zeros((1, _LONG), mx.int32))
+    except UserError:
+        recorder.calls = [LayerCall()] * len(layers)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return []
+    return list(zip(recorder.calls, carried, strict=True))
+
+
+def _numbered(calls: Sequence[tuple[LayerCall, Carry | None]]) -> list[tuple[Any, ...]]:
+    """Calls with their arrays numbered in the order in which the layers read them; no row is packed."""
+    numbers: dict[int, int] = {}
+
+    def numbered(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(numbered, value))
+        if not isinstance(value, ArrayArgument):
+            return value
+        return value._replace(at=numbers.setdefault(value.at, len(numbers)))
+
+    return [(numbered(call.positional), numbered(call.keywords), carry) for call, carry in calls]
 
 
 def _trained(layer: LayerInfo) -> Amount:
@@ -116,20 +170,28 @@ def _trained(layer: LayerInfo) -> Amount:
     return Amount(sum(array.nbytes for array in arrays), len(arrays))
 
 
-def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int]) -> list[int]:
-    chosen: list[int] = []
-    lacking = set(kinds)
-    first = 0
-    while lacking or len(chosen) < min(_FEWEST, len(kinds)) or kinds[chosen[-1]] != kinds[-1]:
-        able = [at for at in range(first, len(kinds)) if mixers[at] == mixers[len(chosen)]]
+def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> list[int]:
+    """Return the positions of the first layer, of one of every kind behind it, and of two of the last two's kinds.
+
+    Layers at the end are unlike the others of their kinds. So many have mixers in the order of the model's first ones.
+    """
+    chosen, lacking, last = [0], set(kinds[1:-1]), list(kinds[-2:])
+    while len(kinds) > _FEWEST:
+        behind = range(chosen[-1] + 1, len(kinds))
+        able = [at for at in behind if len(chosen) >= in_order or mixers[at] == mixers[len(chosen)]]
         if not able:
-            return list(range(len(kinds)))
-        wanted = next((at for at in able if kinds[at] in lacking), able[0])
-        at = able[0] if lacking & set(kinds[able[0] : wanted]) else wanted
+            break
+        ends = not lacking and len(chosen) >= _FEWEST - 2
+        wanted = {last[0]} if ends else lacking or set(kinds)
+        at = next((at for at in able if kinds[at] in wanted), able[0])
+        at = able[0] if lacking & set(kinds[able[0] : at]) else at
         chosen.append(at)
         lacking.discard(kinds[at])
-        first = at + 1
-    return chosen
+        if ends and kinds[at] == last[0]:
+            last.pop(0)
+        if not last:
+            return chosen
+    return list(range(len(kinds)))
 
 
 def _held(model: nn.Module) -> list[nn.Module] | None:

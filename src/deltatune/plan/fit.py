@@ -9,10 +9,12 @@ from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 
 from ..data import BatchOrder, Splits
 from ..data.batches.stream_order import StreamOrder
 from ..data.preferences.preference import SLOTS
+from ..data.prompt_rows import PromptExample
 from ..data.vision.media import largest_batch
 from ..errors import UserError
 from ..layers import describe
@@ -309,6 +311,10 @@ def _from_disk(planner: Planner, limits: DeviceLimits) -> str:
 def batch_shape(config: TrainConfig, rows: int, length: int, splits: Splits) -> BatchShape:
     """The largest batch of the data of so many rows and tokens; its images are the same whatever the length."""
     documents = [document for example in splits.train for document in example.documents]
+    # The answers to a prompt have its pictures each.
+    prompts = [document for document in documents if isinstance(document, PromptExample)]
+    answered = [prompt.answered(np.zeros(prompt.most, np.int32)) for prompt in prompts for _ in range(config.rows_each)]
+    documents = answered or documents
     return BatchShape(rows, length, largest_batch(documents, rows), _preferences(config, rows, length, splits))
 
 

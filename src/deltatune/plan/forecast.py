@@ -92,9 +92,11 @@ class Steps:
     """Forecasts training steps of a model with its adapters; nothing is evaluated and the model is left unchanged."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, layout: ArrayLayout):
-        self.model, self.config, self._layout = model, config, layout
-        # The arrays before a step of the layers at these positions.
-        self._before: dict[tuple[int, ...], Before] = {}
+        self.model = model
+        self.config = config
+        self._layout = layout
+        # The arrays before a step of all layers.
+        self._before: Before | None = None
         # The layers that are traced, by what is recomputed.
         self._few: dict[tuple[tuple[int, ...], bool], FewLayers] = {}
 
@@ -144,9 +146,7 @@ class Steps:
         """The forecast by a trace of a few layers, or of all where they cannot be told from each other in it."""
         model, config, layout = self.model, self.config, self._layout
         paths = [layer.path for layer in describe(model)]
-        of_all = self._arrays_before(few.every)
         with only(model, few):
-            of_few = self._arrays_before(few)
             built = trace_step(
                 model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
             )
@@ -154,7 +154,10 @@ class Steps:
             tower = simulate_tower(built, layout)
             places = places_of(built, machines[0].evaluated, model)
         reached = len(paths) - lowest_layer(model, paths)
-        left_out = of_all.held.plus(of_few.held, -1)
+        if self._before is None:
+            self._before = built.before if few.all else before_step(model, config, layout, few.recomputed)
+        of_all = self._before
+        left_out = of_all.held.plus(built.before.held, -1)
 
         def whole(machine: Simulation) -> dict[StepPlace, Amount]:
             return peaks(places, machine) if few.all else of_all_layers(few, places, machine, left_out)
@@ -163,14 +166,17 @@ class Steps:
             return self._planned(shape, few.every, layer_inputs, brake)
         queued = [(held, place) for machine in machines for place, held in whole(machine).items()]
         (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
-        amount, limit, where = most.bytes, None, largest.words(paths)
+        amount = most.bytes
+        limit = None
+        where = largest.words(paths)
         if brake is not None:
             # Each operation waits for the one before.
             least = max(held.bytes for held in whole(simulate_step(built, layout, 0)).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
         if tower is not None and (alone := tower.bytes + left_out.bytes) > amount:
-            amount, where = alone, "the vision tower, before the step"
+            amount = alone
+            where = "the vision tower, before the step"
         return Forecast(
             shape.rows,
             shape.length,
@@ -195,10 +201,3 @@ class Steps:
         times = {place: few.times(place) for place in set(places)}
         counted = products(order, (times[place] for place in places[1:]))
         return counted.times(shape.rows * shape.length / (short.rows * short.length))
-
-    def _arrays_before(self, few: FewLayers) -> Before:
-        """The arrays before a step of the chosen layers, which the model has now."""
-        at = tuple(few.chosen)
-        if at not in self._before:
-            self._before[at] = before_step(self.model, self.config, self._layout, few.checkpoints)
-        return self._before[at]

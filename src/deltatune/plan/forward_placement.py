@@ -48,11 +48,13 @@ def placed_evaluation(run: Run, stored: Store) -> Placement:
     memory = config.memory
     assert memory is not None
     order = run.order(run.splits.test)
-    rows, length = config.batch_size // run.world.size, order.widths[-1]
+    rows = config.batch_size // run.world.size
+    length = order.widths[-1]
     trained_as = training(model, config, compare=False, checkpoints=Checkpoints())
     with refusing_layouts(), trained_as as trained, evaluating(model), whole_rows():
         documents = [document for example in run.splits.test for document in example.documents]
-        blank, shapes = blank_batch(rows, length, config.pack), largest_batch(documents, rows)
+        blank = blank_batch(rows, length, config.pack)
+        shapes = largest_batch(documents, rows)
         batch, features = blank_arrays(model, frozen_tower(model), blank, shapes)
 
         def peak(bound: int | None) -> int:
@@ -137,7 +139,8 @@ def placed_tasks(model: nn.Module, stored: Store, memory: int, rows: int, length
 def _scoring(model: nn.Module, rows: int, length: int, bound: int | None) -> int:
     """Return the peak of scoring continuations of so many texts (models.head), in bytes."""
     with evaluating(model), whole_rows():
-        split, piece = split_head(model, compare=False), min(PIECE, length)
+        split = split_head(model, compare=False)
+        piece = min(PIECE, length)
         with _noted(model, by_layers=bound is None) as noted:
             outputs = before_head(model, split, mx.zeros((rows, length), mx.int32))
             noted.append([outputs])

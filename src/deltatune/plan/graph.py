@@ -56,7 +56,8 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
             node.size *= length
         if at in leaves or not seen.primitive:
             continue
-        node.kind, node.primitive = layout.kind(seen.primitive), seen.primitive
+        node.kind = layout.kind(seen.primitive)
+        node.primitive = seen.primitive
         links.append((node, seen.inputs, seen.siblings))
         stack += seen.inputs
         stack += seen.siblings

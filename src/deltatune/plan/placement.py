@@ -237,7 +237,8 @@ def placed(run: Run) -> tuple[Placement, list[str]]:
             placement = chosen(model, stored, memory, planned, run.world.size)
         except TooLittleMemoryError:
             plan = planner.at(rows, length, layer_inputs="disk")
-            planned, inputs = planned._replace(peak=plan.bytes.amount), plan.layer_inputs
+            planned = planned._replace(peak=plan.bytes.amount)
+            inputs = plan.layer_inputs
             try:
                 placement = chosen(model, stored, memory, planned, run.world.size)
             except TooLittleMemoryError as error:

@@ -12,6 +12,7 @@ from ..machine.compiling import without_kernels
 from ..models.batch_decoder import ROWS
 from ..models.generate import begun, cache_bytes
 from ..models.generated_answers import can_be_joined
+from ..models.vision.split import has_vision
 from ..options.config import TrainConfig
 from ..patches import patched
 from ..train.evaluation.evaluate import inferring
@@ -34,15 +35,20 @@ def with_sampling(
     It is an estimate from above: the caches of all rows at full length, with the copies of a step. `packed` are the
     batches of data with several prompts in a row.
     """
-    if not config.samples_answers or not can_be_joined(model):
+    pictures = has_vision(model)
+    if not config.samples_answers or not (pictures or can_be_joined(model)):
         return forecast
-    rows, length = forecast.rows * config.grad_accumulation_steps, forecast.length
+    rows = forecast.rows * config.grad_accumulation_steps
+    length = forecast.length
     if packed is not None:
-        rows, length = rows * packed.slots, packed.longest
-    rows = min(ROWS, rows)
+        rows = rows * packed.slots
+        length = packed.longest
+    # Answers to prompts with pictures are sampled one prompt after the other.
+    rows = config.rows_each if pictures else min(ROWS, rows)
+    decoder = model["language_model"] if pictures else model
     with without_kernels(), patched(), inferring(model):
-        caches = cache_bytes(model)
-        logits = list(begun(model, 2))[-1][-1]
+        caches = cache_bytes(decoder)
+        logits = list(begun(decoder, 2))[-1][-1]
     of_row = _STATES * caches.fixed + _KEYS * caches.token * (length + 2) + _LOGITS * 4 * logits.shape[-1]
     amount = forecast.sizes["parameters"] + forecast.sizes["moments"] + rows * of_row
     if amount <= forecast.bytes.amount:

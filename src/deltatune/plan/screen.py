@@ -109,7 +109,8 @@ def verdict(run_forecast: RunForecast) -> str:
     """Return whether the step fits, its memory and the limit, such as `Fits: 12.1 of 80 GB`."""
     plan, limits = run_forecast.forecast, run_forecast.limits
     word = "Fits" if fits(plan, limits) else "Does not fit"
-    need, most = plan.bytes.amount, limits.bytes
+    need = plan.bytes.amount
+    most = limits.bytes
     if most is None:
         return f"{word}: {size(need)}"
     of = (
@@ -185,7 +186,8 @@ def step(run_forecast: RunForecast, verbose: bool) -> list[Fact]:
     other = size(max(plan.bytes.amount - sum(plan.sizes.values()), 0))
     parts = ", ".join([*(f"{name} {size(count)}" for name, count in plan.sizes.items()), f"all else {other}"])
     counts = ", ".join([*(f"{name} {count:,}" for name, count in plan.counts.items()), f"all else {plan.beyond:,}"])
-    where, amount = _where(plan.bytes, verbose), size(plan.bytes.amount)
+    where = _where(plan.bytes, verbose)
+    amount = size(plan.bytes.amount)
     of, limit = _limits(limits.bytes, size)
     facts = [
         Fact(

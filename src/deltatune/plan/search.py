@@ -60,12 +60,15 @@ def largest(
     `known` are plans that exist already, by value, to which those that `attempt` makes are added, so many at most.
     `fixed` is the memory of any value, as a plan for the value 0 would have it.
     """
-    step, most, foreseen = values.step, values[-1] if values else 0, False
+    step = values.step
+    most = values[-1] if values else 0
+    foreseen = False
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
     for _ in range(plans):
         good, bad = _bounds(known, limits, most)
-        low, high = good // step * step + step, min(bad - 1, most) // step * step
+        low = good // step * step + step
+        high = min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
         wanted = _guess(points, limits, good, high)
         if bad <= most and wanted >= high:

@@ -79,7 +79,9 @@ class Simulation:
     """
 
     def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None, queued: int = 0):
-        self.layout, self._pace, self._brake = layout, pace, brake
+        self.layout = layout
+        self._pace = pace
+        self._brake = brake
         self.stored: dict[int, StoredArray] = {}
         self.live = self.live_bytes = 0
         # The most of them that lived at once.
@@ -165,7 +167,8 @@ class Simulation:
 
     def allocate(self, size: int, kind: str) -> Buffer:
         """A new buffer of `size` bytes."""
-        now, page = len(self.evaluated), self._pace.page
+        now = len(self.evaluated)
+        page = self._pace.page
         if size > page:
             size = -(-size // page) * page
         buffer = Buffer(size, kind, now)

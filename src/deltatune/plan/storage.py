@@ -75,7 +75,8 @@ def product(shape: Sequence[int]) -> int:
 
 def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense array with a contiguous last axis."""
-    strides, step = [], 1
+    strides = []
+    step = 1
     for length in reversed(shape):
         strides.append(step)
         step *= length
@@ -101,7 +102,11 @@ def contiguity(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool,
 
     Source: check_contiguity in mlx/backend/common/utils.h.
     """
-    spanned, forward, backward, row, column = 1, 1, 1, True, True
+    spanned = 1
+    forward = 1
+    backward = 1
+    row = True
+    column = True
     last = len(shape) - 1
     for axis in range(len(shape)):
         opposite = last - axis

@@ -29,13 +29,17 @@ class NotedInputs(LayerInputs):
     """
 
     def __init__(self, note: Callable[..., None], *, on_disk: bool):
-        self._note, self._on_disk, self.bytes = note, on_disk, 0
+        self._note = note
+        self._on_disk = on_disk
+        self.bytes = 0
         self._kept: list[Callable[[], mx.array]] = []
         self._ahead: mx.array | None = None
 
     def clear(self) -> None:
         """Drop the kept inputs."""
-        self._kept, self._ahead, self.bytes = [], None, 0
+        self._kept = []
+        self._ahead = None
+        self.bytes = 0
 
     def keep(self, x: mx.array, computing: Any) -> None:
         """Count an array."""

@@ -68,8 +68,7 @@ class TracedStep:
     # The nodes of the forward pass, and how many primitives come before the update.
     forward: set[Node]
     update_from: int
-    # How many arrays are gradients.
-    gradients: int
+    before: Before
     # The arrays behind the nodes, held here because an address is valid only while its array exists.
     arrays: list[mx.array]
     # A vision tower that does not train runs before the step, one frame at a time; `tower_reads` are its inputs.
@@ -94,10 +93,12 @@ def blank_batch(rows: int, length: int, packed: bool, preferences: int = 0) -> B
     shape = (rows, length)
     segments = np.zeros(shape, np.int32) if packed else None
     ones = np.ones(shape, np.float32)
-    blank, nothing = np.zeros(shape, np.int32), ((),) * rows
+    blank = np.zeros(shape, np.int32)
+    nothing = ((),) * rows
     held = None
     if preferences:
-        one, two = np.ones(preferences, np.float32), np.ones((preferences, 2), np.float32)
+        one = np.ones(preferences, np.float32)
+        two = np.ones((preferences, 2), np.float32)
         held = PreferenceBatch(blank, np.zeros(preferences, np.int32), one, one, two, two, two)
     return Batch(blank, blank, ones, segments, nothing, nothing, preferences=held)
 
@@ -150,10 +151,12 @@ def _set_up(
     layer_inputs: InputsPlace | None,
 ) -> Iterator[_Start]:
     with contextlib.ExitStack() as stack:
-        trained, optimizer = stack.enter_context(_as_trained(model, config, checkpoints)), build_optimizer(config)
+        trained = stack.enter_context(_as_trained(model, config, checkpoints))
+        optimizer = build_optimizer(config)
         traced = stack.enter_context(noted_passes(model, trained, layer_inputs))
         step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
-        sums, moments = Sums(step.zeros(), mx.array(0.0), mx.array(0.0)), _leaves(optimizer.state)
+        sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
+        moments = _leaves(optimizer.state)
         arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
         if trained.teacher is not None and config.memory is None:
             arrays += _leaves(trained.teacher.state)
@@ -163,15 +166,19 @@ def _set_up(
 def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None) -> Before:
     """Return the arrays that exist before a step."""
     with _set_up(model, config, layout, checkpoints, None) as start:
-        machine = Simulation(layout, backend.here(PACES))
-        machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
-        shared = sum(len(group) - 2 for group in start.shared_buffers)
-        parameters = [array for _, array in leaves(model.parameters())]
-        groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
-        counts = {name: len(arrays) for name, arrays in groups.items()}
-        counts["parameters"] -= shared
-        sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
-        return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
+        return _before(model, layout, start)
+
+
+def _before(model: nn.Module, layout: ArrayLayout, start: _Start) -> Before:
+    machine = Simulation(layout, backend.here(PACES))
+    machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
+    shared = sum(len(group) - 2 for group in start.shared_buffers)
+    parameters = [array for _, array in leaves(model.parameters())]
+    groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
+    counts = {name: len(arrays) for name, arrays in groups.items()}
+    counts["parameters"] -= shared
+    sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
+    return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
 
 
 def trace_step(
@@ -190,7 +197,11 @@ def trace_step(
     UserError where options of `config` conflict.
     """
     with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
-        step, before, sums, moments = start.step, _leaves(model.trainable_parameters()), start.sums, start.moments
+        there = _before(model, layout, start)
+        step = start.step
+        before = _leaves(model.trainable_parameters())
+        sums = start.sums
+        moments = start.moments
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
         existing_arrays, shared_buffers = start.arrays, start.shared_buffers
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
@@ -218,9 +229,9 @@ def trace_step(
         phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
     referenced = [*existing_arrays, *first, *second, *_leaves(batch), *features]
-    count, inputs = len(_leaves(gradients)), start.traced.inputs.bytes
+    inputs = start.traced.inputs.bytes
     return TracedStep(
-        phases, held, shared_buffers, names, forward, update_from, count, referenced, tower, tower_reads, inputs
+        phases, held, shared_buffers, names, forward, update_from, there, referenced, tower, tower_reads, inputs
     )
 
 

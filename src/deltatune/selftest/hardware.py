@@ -18,8 +18,10 @@ from ..ops.operator.operator import Operator
 from ..ops.products.quantized_product import Quantization, packed_product
 from .outcome import PASSED, Check, Outcome, not_run
 
-_LENGTHS, _FEW = (512, 2048, 8192), (64,)
-_GROUP, _BITS = 64, 4
+_LENGTHS = (512, 2048, 8192)
+_FEW = (64,)
+_GROUP = 64
+_BITS = 4
 
 
 def _measured(times: Mapping[int, Mapping[str, timing.TrialTime]], unit: str) -> Outcome:

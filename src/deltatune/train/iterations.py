@@ -200,14 +200,15 @@ class Iterations:
             )
         return True
 
-    def _saved_before(self, error: UserError) -> UserError:
+    def _saved_before(self, error: UserError, remedy: str = "") -> UserError:
+        """Save the state of the last update, and return the error, which every rank raises, with where that is."""
         self._ending.in_order()
         at = self.progress.iteration
-        folder = self.parts.outputs.state.parent
         if at == 0:
             return error
         self._saving.save_last_update()
-        return UserError(f"after iteration {at:,}: {error} The state after iteration {at:,} is saved in {folder}.")
+        saved = f"The state after iteration {self.progress.iteration:,} is saved in {self.parts.outputs.state.parent}"
+        return UserError(f"after iteration {at:,}: {error} {saved}{remedy}.")
 
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
@@ -282,12 +283,7 @@ class Iterations:
         try:
             return self._trained.taught(next(self.state.order))
         except UserError as error:
-            self._ending.in_order()
-            self._saving.save_last_update()
-            raise UserError(
-                f"{error} The state after iteration {self.progress.iteration:,} is saved in "
-                f"{self.parts.outputs.state.parent}; mend that and give --resume."
-            ) from error
+            raise self._saved_before(error, "; mend that and give --resume") from error
 
     def _goes_on(self) -> bool:
         """Whether the next iteration follows the present one directly, and is short enough to be started early."""

@@ -273,7 +273,7 @@ class Trainer:
         data = self._train_order
         if not self.config.samples_answers:
             return PeekableOrder(data)
-        if not has_row_caches(self.model):
+        if not has_row_caches(self.model) and not has_vision(self.model):
             self.parts.screen.say(
                 "Sampling: by mlx-lm's BatchGenerator, since the attention has caches of other kinds."
             )

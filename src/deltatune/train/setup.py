@@ -378,7 +378,7 @@ def with_loss(
         return Training(loss, words, layers, patches, compiled, teacher=teacher)
     objective = objective_of(config)
     if objective is None:
-        of_policy = _policy_losses(parts, kind, config)
+        of_policy = _policy_losses(parts, kind, config, SampledPolicy.of(config, model))
         loss = rollout_loss(of_policy, config)
         figures = figures_of(config)
         return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
@@ -387,9 +387,8 @@ def with_loss(
     return Training(loss, kind, layers, patches, compiled, objective, token_losses, objective.figures)
 
 
-def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> TokenLosses:
+def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig, policy: SampledPolicy) -> TokenLosses:
     backbone, head = _needed(parts, kind, config)
-    policy = SampledPolicy.of(config)
     return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 

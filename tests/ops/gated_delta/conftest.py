@@ -80,8 +80,3 @@ def cotangents():
         return generator.normal(size=inputs["v"].shape).astype(np.float32), state.astype(np.float32)
 
     return draw
-
-
-@pytest.fixture
-def truth():
-    return oracle.recurrence

@@ -11,18 +11,19 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.gated_delta import gated_delta_chunk
+from deltatune.ops.gated_delta.float64 import recurrence
 
 FLOATS = ("q", "k", "v", "log_g", "beta", "initial_state")
 
 
-def test_every_gradient(case, per_channel, erases, naive, chunk, run, truth, errors, cotangents):
+def test_every_gradient(case, per_channel, erases, naive, chunk, run, errors, cotangents):
     """Of the recurrence in fp32 as well, beside the same truth, which takes longer than either."""
     if not (erases or case.beta is None):
         pytest.skip("a case of beta")
     seed = zlib.crc32(f"{case.name} {per_channel}".encode())
     inputs = case.inputs(per_channel, seed, erases)
     dy, dstate = cotangents(inputs, seed)
-    exact = truth(inputs, dy, dstate)
+    exact = recurrence(inputs, dy, dstate)
     for name, implementation in (("naive", naive), ("chunk", chunk)):
         measured = errors(run(implementation, inputs, dy, dstate), exact)
         assert max(measured.values()) <= case.bound, (name, measured)
@@ -36,7 +37,7 @@ def example(case_named, erases):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_loses_only_the_rounding_of_results(
-    dtype, per_channel, erases, chunk, case_named, run, truth, errors, tolerances
+    dtype, per_channel, erases, chunk, case_named, run, errors, tolerances
 ):
     inputs = case_named("documents").inputs(per_channel, 3, erases)
     names = ("q", "k", "v", *(["beta"] if erases else []))
@@ -49,7 +50,7 @@ def test_half_precision_loses_only_the_rounding_of_results(
     assert {name: results[name].dtype for name in half} == {name: array.dtype for name, array in half.items()}
     assert results["y"].dtype == getattr(mx, dtype)
     assert results["state"].dtype == results["log_g"].dtype == results["initial_state"].dtype == mx.float32
-    measured = errors(results, truth(exact, dy, dstate))
+    measured = errors(results, recurrence(exact, dy, dstate))
     rounded = {name: measured.pop(name) for name in (*half, "y")}
     assert max(measured.values()) <= tolerances.EASY, measured
     assert max(rounded.values()) <= tolerances.ROUNDING[dtype] + tolerances.EASY, rounded

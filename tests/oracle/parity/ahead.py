@@ -1,7 +1,7 @@
 """Parity of the multi-token-prediction head: the ways to train it, and deltatune's side of a run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from deltatune.models.mtp import add_head
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import Adapters, ParityCase, ParityRun
-from deltatune.selftest.parity.families import Config, Weights
+from deltatune.selftest.parity.families import FAMILIES, Config, Weights
 from deltatune.selftest.parity.ours import as_batch, from_save, install, parts, train
 from deltatune.train.batch_loss import LossFunction
 from deltatune.train.mtp_loss import mtp_loss
@@ -23,16 +23,20 @@ from .pairs import two_layers
 
 @dataclass(frozen=True)
 class AheadCase:
-    """A way to train the head, with deltatune's options."""
+    """A way to train the head of a family, with deltatune's options; `draw` is one of the seeded checkpoints."""
 
     mtp: bool | str = True
     weight: float = 0.3
     trunk_gradient: bool = False
+    family: str = "qwen3_5"
+    draw: int = 7
 
     @property
     def model(self) -> ParityCase:
         """The model, without its head."""
-        return two_layers(draw=7, learning_rate=1e-2)
+        if self.family == "qwen3_5":
+            return two_layers(draw=self.draw, learning_rate=1e-2)
+        return ParityCase(replace(FAMILIES[self.family], draw=self.draw, learning_rate=1e-2))
 
     @property
     def config(self) -> TrainConfig:
@@ -44,29 +48,9 @@ CASES = {
     "beside": AheadCase(),
     "through": AheadCase(weight=0.7, trunk_gradient=True),
     "only": AheadCase("only"),
+    "qwen3_next": AheadCase("only", family="qwen3_next", draw=6),
+    "nemotron_h": AheadCase("only", family="nemotron_h", draw=0),
 }
-
-
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The tensors of a head of one layer, by their names in released checkpoints."""
-    width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    layer = {
-        "self_attn.q_proj": (2 * queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "self_attn.q_norm": (size,),
-        "self_attn.k_norm": (size,),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-        "input_layernorm": (width,),
-        "post_attention_layernorm": (width,),
-    }
-    beside = {"fc": (width, 2 * width), "pre_fc_norm_embedding": (width,), "pre_fc_norm_hidden": (width,)}
-    named = {**beside, "norm": (width,), **{f"layers.0.{name}": shape for name, shape in layer.items()}}
-    return {f"mtp.{name}.weight": shape for name, shape in named.items()}
 
 
 def with_head(folder: Path) -> nn.Module:

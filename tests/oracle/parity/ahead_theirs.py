@@ -3,8 +3,11 @@
 from collections.abc import Callable
 
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.families import Config, Family, Weights
@@ -13,27 +16,77 @@ from . import ahead, theirs
 from .ahead import CASES, AheadCase
 from .record import Comparison, Reference
 
+# The layers and norms of which the head of each model type is made.
+_LAYERS = {
+    "qwen3_5_text": (Qwen3_5DecoderLayer, Qwen3_5RMSNorm),
+    "qwen3_next": (Qwen3NextDecoderLayer, Qwen3NextRMSNorm),
+}
+
 
 class Head(torch.nn.Module):
-    """The head of Qwen3.5, which transformers has no class for and leaves out when it loads a checkpoint."""
+    """The head of Qwen3.5 or Qwen3-Next, which transformers has no class for and leaves out of a checkpoint."""
 
     def __init__(self, config):
         super().__init__()
+        layer, norm = _LAYERS[config.model_type]
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = torch.nn.Linear(2 * width, width, bias=False)
-        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(width, eps=eps)
-        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(width, eps=eps)
-        attention = config.layer_types.index("full_attention")
-        self.layers = torch.nn.ModuleList([Qwen3_5DecoderLayer(config, attention)])
-        self.norm = Qwen3_5RMSNorm(width, eps=eps)
+        self.pre_fc_norm_embedding = norm(width, eps=eps)
+        self.pre_fc_norm_hidden = norm(width, eps=eps)
+        self.layers = torch.nn.ModuleList([layer(config, config.layer_types.index("full_attention"))])
+        self.norm = norm(width, eps=eps)
 
-    def forward(self, hidden, embedded, rotary):
+    def forward(self, hidden, embedded, model):
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
-        length = x.shape[1]
-        mask = torch.full((1, 1, length, length), torch.finfo(x.dtype).min).triu(1)
-        positions = torch.arange(length).view(1, 1, -1).expand(3, x.shape[0], -1)
-        x = self.layers[0](x, position_embeddings=rotary(x, positions), attention_mask=mask)
+        positions = torch.arange(x.shape[1]).view(1, 1, -1).expand(3, x.shape[0], -1)
+        if isinstance(self.layers[0], Qwen3NextDecoderLayer):
+            positions = positions[0]
+        x = self.layers[0](x, position_embeddings=model.rotary_emb(x, positions), attention_mask=_causal(x))
         return self.norm(x)
+
+
+class NemotronHead(torch.nn.Module):
+    """The head of Nemotron-H, of an attention layer and one of experts."""
+
+    def __init__(self, config):
+        super().__init__()
+        width, eps, kinds = config.hidden_size, config.layer_norm_epsilon, config.layers_block_type
+        self.layers = torch.nn.ModuleList([NemotronHBlock(config, kinds.index(k)) for k in ("full_attention", "moe")])
+        self.layers[0].enorm = NemotronHRMSNorm(width, eps=eps)
+        self.layers[0].hnorm = NemotronHRMSNorm(width, eps=eps)
+        self.layers[0].eh_proj = torch.nn.Linear(2 * width, width, bias=False)
+        self.layers[1].final_layernorm = NemotronHRMSNorm(width, eps=eps)
+
+    def forward(self, hidden, embedded, _model):
+        first, last = self.layers
+        x = first.eh_proj(torch.cat([first.enorm(embedded), first.hnorm(hidden)], -1))
+        return last.final_layernorm(last(first(x, attention_mask=_causal(x))))
+
+
+def _head(config) -> torch.nn.Module:
+    return NemotronHead(config) if config.model_type == "nemotron_h" else Head(config)
+
+
+def _causal(x: torch.Tensor) -> torch.Tensor:
+    """The mask [1, 1, T, T] that is added to the scores of rows x [B, T, D]."""
+    length = x.shape[1]
+    return torch.full((1, 1, length, length), torch.finfo(x.dtype).min).triu(1)
+
+
+def _of_each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a head's tensors as released checkpoints have them, a matrix for each expert."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        block, of_experts, leaf = name.rpartition("experts.")
+        if of_experts and tensor.ndim == 3:
+            parts = {leaf: tensor}
+            if leaf == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+            for number in range(len(tensor)):
+                stored |= {f"mtp.{block}experts.{number}.{part}.weight": parts[part][number] for part in parts}
+        else:
+            stored[f"mtp.{name}"] = tensor
+    return stored
 
 
 class AheadComparison(Comparison):
@@ -46,13 +99,18 @@ class AheadComparison(Comparison):
 
     def layout(self, case: AheadCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
         config, shapes = super().layout(case)
-        return {**config, "mtp_num_hidden_layers": 1}, shapes | ahead.shapes(config)
+        options = transformers.AutoConfig.for_model(config["model_type"], **self.family(case).options)
+        of_head = _of_each_expert(_head(options).state_dict())
+        depth = "num_nextn_predict_layers" if case.family == "nemotron_h" else "mtp_num_hidden_layers"
+        return {**config, depth: 1}, shapes | {name: tuple(tensor.shape) for name, tensor in of_head.items()}
 
     def load(self, config: Config, weights: Weights) -> torch.nn.Module:
         model = theirs.load(config, {name: value for name, value in weights.items() if not name.startswith("mtp.")})
-        model.mtp = Head(model.config)
-        of_head = {name: torch.from_numpy(value) for name, value in weights.items() if name.startswith("mtp.")}
-        model.mtp.load_state_dict({name.removeprefix("mtp."): value for name, value in of_head.items()})
+        model.mtp = _head(model.config)
+        with torch.no_grad():
+            # Parts of a tensor are views of it, which are written into.
+            for name, tensor in _of_each_expert(model.mtp.state_dict()).items():
+                tensor.copy_(torch.from_numpy(weights[name]))
         return model
 
     def targets(self, case: AheadCase, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -65,7 +123,7 @@ class AheadComparison(Comparison):
             tokens, counts = torch.from_numpy(rows.tokens).long(), torch.from_numpy(rows.counts)
             hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
             read = hidden if case.trunk_gradient else hidden.detach()
-            drafted = model.mtp(read, model.model.embed_tokens(tokens[:, 1:]), model.model.rotary_emb)
+            drafted = model.mtp(read, model.get_input_embeddings()(tokens[:, 1:]), model.model)
             # The last position has no token after the next one.
             of_head = _losses(model.lm_head(drafted[:, :-1]), tokens[:, 2:], counts[:, 1:])
             if case.mtp == "only":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltatune.patches import revert
+from deltatune.patches.patch import revert
 
 
 @pytest.fixture(autouse=True)

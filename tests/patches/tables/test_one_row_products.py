@@ -15,7 +15,7 @@ import one_row as planted
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.machine.blas_fault import FAULT, TWO_ROWS, ProbeResult
-from deltatune.patches import PatchReport, PatchWarning, apply, left_alone_for, patch, patched, revert
+from deltatune.patches import PatchReport, PatchWarning, left_alone_for, patch, patched
 from deltatune.patches.tables import one_row_products
 
 NAMES = [record.name for record in one_row_products.PATCHES]
@@ -33,7 +33,7 @@ def faulty(monkeypatch):
     monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name,)))
     monkeypatch.setattr(one_row_products, "_warned", set())
     yield
-    revert()
+    patch.revert()
 
 
 def owner(name):
@@ -42,7 +42,7 @@ def owner(name):
 
 @contextlib.contextmanager
 def replaced():
-    """Put the replacements into mx alone. apply() would search every module, which takes longer."""
+    """Put the replacements into mx alone. patched() would search every module, which takes longer."""
     before = {name: current(name) for name in NAMES}
     ours = {record.name: record.replacement(before[record.name]) for record in one_row_products.PATCHES}
     try:
@@ -176,13 +176,11 @@ def test_nothing_is_touched_where_the_blas_is_right():
 @ON_A_CPU
 def test_everything_is_replaced_where_it_is_not_and_given_back(faulty):
     before = [current(name) for name in NAMES]
-    message = "computes products of one row wrong: planted computes these products wrongly"
-    with pytest.warns(PatchWarning, match=message):
-        report = apply()
-    assert set(NAMES) <= {each.patch.name for each in report.applied}
-    assert report.left_alone == []
-    assert all(now is not then for now, then in zip(map(current, NAMES), before, strict=True))
-    revert()
+    warned = pytest.warns(PatchWarning, match="products of one row wrong: planted computes these products wrongly")
+    with warned, patched() as report:
+        assert set(NAMES) <= {each.patch.name for each in report.applied}
+        assert report.left_alone == []
+        assert all(now is not then for now, then in zip(map(current, NAMES), before, strict=True))
     assert all(now is then for now, then in zip(map(current, NAMES), before, strict=True))
 
 
@@ -198,8 +196,8 @@ def test_the_user_is_warned_once(faulty, recwarn):
 @ON_A_CPU
 def test_a_blas_that_is_wrong_altogether_is_refused(monkeypatch):
     monkeypatch.setattr(one_row_products, "probe", lambda: ProbeResult("planted", (FAULT.name, TWO_ROWS.name)))
-    with pytest.raises(UserError, match="Nothing trained on it would be right"):
-        apply()
+    with pytest.raises(UserError, match="Nothing trained on it would be right"), patched():
+        raise AssertionError("not reached")
 
 
 def test_a_replacement_that_differs_is_left_out(faulty, asked_anew):

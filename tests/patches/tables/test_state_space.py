@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from deltatune.errors import UserError
-from deltatune.layers import describe, is_state_space
+from deltatune.layers import describe
 from deltatune.lora import convert_to_lora
 from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
@@ -192,8 +192,3 @@ def test_every_linear_of_nemotrons_pattern_gets_an_adapter():
         for name in ADAPTED[kind]
     }
     assert trained == expected
-
-
-def test_a_mixer_of_mamba_2_is_known_by_its_code():
-    model = made("mamba2")
-    assert [is_state_space(module) for _, module in model.named_modules()].count(True) == 2

@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from counted_programs import PLANNED_WITHIN
+from counted_programs import within_the_least_memory
 from deltatune import cli
 from deltatune import finetune as train
 from deltatune.commands import chat
@@ -110,17 +110,7 @@ def test_a_bounded_command_answers_as_one_without_a_bound(trained, harness, read
     assert main(flags) == 0
     expected = capsys.readouterr().out
     assert read == []
-    assert main([*flags, "--memory", "1MB"]) == 2
-    said = capsys.readouterr().err
-    least = re.search(r"^deltatune: memory: 1\.0 MB is too little\. .* take ([\d.]+) MB; give that or more", said, re.M)
-    memory = round(float(least[1]) * 1e6)
-    gc.collect()
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    assert main([*flags, "--memory", str(memory)]) == 0
-    assert mx.get_peak_memory() - before < PLANNED_WITHIN * memory
-    found = capsys.readouterr()
+    found = within_the_least_memory(main, flags, capsys)
     said = found.out + found.err
     assert re.search(r"6 of 6 layers, [\d.]+ MB, stay on the disk", said)
     # The last line is the answer, or the loss; a chat that compares ends with two answers and whose they are.

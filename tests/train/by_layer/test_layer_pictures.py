@@ -1,11 +1,9 @@
 """Tests that a step by layers on images has the bits of a step as a whole, whatever of the vision tower trains."""
 
-import gc
 import json
 import re
 import shutil
 
-import mlx.core as mx
 import pytest
 from PIL import Image
 
@@ -115,16 +113,7 @@ def test_an_answer_to_pictures_within_a_bound_is_the_one_without(tiny_vision_che
     flags = list(map(str, flags))
     assert main(flags) == 0
     expected = capsys.readouterr().out
-    assert main([*flags, "--memory", "1MB"]) == 2
-    least = re.search(r"take ([\d.]+) MB", capsys.readouterr().err)
-    memory = round(float(least[1]) * 1e6)
-    gc.collect()
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    assert main([*flags, "--memory", str(memory)]) == 0
-    assert mx.get_peak_memory() - before < counted_programs.PLANNED_WITHIN * memory
-    found = capsys.readouterr()
+    found = counted_programs.within_the_least_memory(main, flags, capsys)
     assert re.search(r"(\d) of \1 layers", found.err)
     assert found.out == expected
 

@@ -76,9 +76,9 @@ def test_a_long_prompt_is_named_or_left_out(prompts_of):
     assert "1 of 2 prompts were left out" in splits.notes[0]
 
 
-@pytest.mark.bad_input("an image in a prompt whose answers are sampled")
+@pytest.mark.bad_input("an image in a prompt for a model without a vision tower")
 def test_rows_with_images_are_refused(prompts_of):
-    with pytest.raises(UserError, match=r"rows.jsonl:1: this row has images, and loss: grpo answers texts alone"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: this row has images, and the model no vision tower; remove"):
         prompts_of([{"prompt": "what is this?", "images": ["a.png"]}])
 
 

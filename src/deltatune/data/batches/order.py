@@ -44,6 +44,7 @@ class BatchOrder:
 
     Attributes:
         slots: The most documents, or preferences, of a row.
+        vision: The numbers of the model's vision tower; None for a model without one.
 
     Raises:
         UserError: There are no examples, or `batch_size` is not a multiple of `world`.
@@ -74,7 +75,7 @@ class BatchOrder:
         self._preferences = [example for example in examples if isinstance(example, Preference)]
         documents = (document for example in examples for document in example.documents)
         # A rank needs the numbers even if its share of a batch is blank.
-        self._vision = next((document.pictures.spec for document in documents if document.pictures is not None), None)
+        self.vision = next((document.pictures.spec for document in documents if document.pictures is not None), None)
         needed_by = sum if packed else max
         positions = [needed_by(document.positions for document in example.documents) for example in examples]
         self._rows: list[Row] = pack(positions, max_seq_length) if packed else [(i,) for i in range(len(examples))]
@@ -213,7 +214,7 @@ class BatchOrder:
         return replace(self._collated(documents, width), preferences=preferences)
 
     def _collated(self, rows: Sequence[Sequence[Example]], width: int) -> Batch:
-        return collate(rows, width, packed=self._packed, vision=self._vision)
+        return collate(rows, width, packed=self._packed, vision=self.vision)
 
 
 class AnsweredOrder(BatchOrder):

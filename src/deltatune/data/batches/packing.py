@@ -31,7 +31,8 @@ def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
         if place < len(room):
             left, row = room.pop(place)
         else:
-            left, row = capacity, len(rows)
+            left = capacity
+            row = len(rows)
             rows.append([])
         rows[row].append(number)
         insort(room, (left - size, row))

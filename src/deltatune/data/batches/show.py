@@ -12,8 +12,11 @@ from rich.text import Text
 
 from .batch import Batch
 
-COUNTED, MASKED, SPECIAL = "bold green", "dim", "bold magenta"
-OPEN, CLOSE = "⟦", "⟧"
+COUNTED = "bold green"
+MASKED = "dim"
+SPECIAL = "bold magenta"
+OPEN = "⟦"
+CLOSE = "⟧"
 
 
 def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> None:
@@ -47,12 +50,12 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
 def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
     marked = Text()
     for counted, text, special in _pieces(tokens, counts, tokenizer):
-        if coloured:
-            marked.append(
-                text, style=SPECIAL + (" underline" if counted else "") if special else COUNTED if counted else MASKED
-            )
-        else:
+        if not coloured:
             marked.append(f"{OPEN}{text}{CLOSE}" if counted else text)
+        elif special:
+            marked.append(text, style=SPECIAL + " underline" * counted)
+        else:
+            marked.append(text, style=COUNTED if counted else MASKED)
     return marked
 
 

@@ -47,7 +47,8 @@ class ExampleStream:
         rows, after = self.source.read(place, self.rows)
         if not rows and place is not None:
             # The data ended with the window before this one.
-            place, (rows, after) = None, self.source.read(None, self.rows)
+            place = None
+            rows, after = self.source.read(None, self.rows)
         if not rows:
             raise UserError(f"{self.source.name}: no row in it; expected rows to train on.")
         name = f"{self.source.name} (the {len(rows):,} rows from {rows[0][0]})"
@@ -78,7 +79,9 @@ class StreamOrder:
         order: Callable[[Sequence[Example]], BatchOrder],
         max_seq_length: int,
     ):
-        self._stream, self._order_of, self._max_seq_length = stream, order, max_seq_length
+        self._stream = stream
+        self._order_of = order
+        self._max_seq_length = max_seq_length
         self._begin(first, 0, 0, order(first.examples))
 
     @property
@@ -150,7 +153,8 @@ class StreamOrder:
         number, epoch, window = self._number, self._epoch, self._window
         while number == self._number or not window.examples:
             window = self._stream.window(window.after)
-            number, epoch = number + 1, epoch + (window.place is None)
+            number = number + 1
+            epoch = epoch + (window.place is None)
         self._begin(window, number, epoch, self._order_of(window.examples))
 
     def _begin(self, window: Window, number: int, epoch: int, order: BatchOrder, step: int = 0) -> None:

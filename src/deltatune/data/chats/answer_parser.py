@@ -31,12 +31,14 @@ class AnswerParser:
         self._around = ("", "")
         for key, around in written:
             if around is not None:
-                self._key, self._around = key, around
+                self._key = key
+                self._around = around
                 break
         # Reasoning that the prompt opens and the template has no key for stays in the content, opened and closed.
         self._start = self._end = ""
         if self._key is None and tokenizer.has_thinking and self._prompt.rstrip().endswith(tokenizer.think_start):
-            self._start, self._end = self._prompt[self._prompt.rindex(tokenizer.think_start) :], tokenizer.think_end
+            self._start = self._prompt[self._prompt.rindex(tokenizer.think_start) :]
+            self._end = tokenizer.think_end
 
     def message(self, text: str) -> dict[str, Any]:
         """Return the message of an answer; an answer that was cut short within its reasoning has no content."""

@@ -96,7 +96,10 @@ class _Places:
     """Finds the places of characters among the tokens of a text; `added` are the added ones of them, as written."""
 
     def __init__(self, text: str, tokens: list[int], added: dict[int, str], tokenizer: ChatTokenizer):
-        self._text, self._tokens, self._added, self._tokenizer = text, tokens, added, tokenizer
+        self._text = text
+        self._tokens = tokens
+        self._added = added
+        self._tokenizer = tokenizer
 
     def of(self, end: int) -> int | None:
         """Return how many tokens text[:end] has, or None if they are not the first of the text's tokens."""
@@ -108,7 +111,8 @@ class _Places:
         for number, written in self._added.items():
             at = text.rfind(written, 0, end)
             if at >= 0 and at + len(written) > cut:
-                cut, last = at + len(written), number
+                cut = at + len(written)
+                last = number
         if cut and tokens.count(last) == text.count(self._added[last]):
             first = 0
             for _ in range(text.count(self._added[last], 0, cut)):

@@ -57,8 +57,10 @@ class TurnEnds:
     """
 
     def __init__(self, write: Write, ends: Sequence[str], specials: Sequence[str], added: str):
-        self._write, self._added = write, added
-        self._ends, self._specials = tuple(filter(None, ends)), tuple(filter(None, specials))
+        self._write = write
+        self._added = added
+        self._ends = tuple(filter(None, ends))
+        self._specials = tuple(filter(None, specials))
         self._missing = cache(self._found_missing)
 
     def closed(self, text: str, message: dict[str, Any]) -> str:
@@ -148,11 +150,13 @@ def _row_render(last: list[int], render: Render, marks: Marks) -> Render:
     """
     other = not marks.thinking
     for turn in filter(None, last):
-        text, prompt = render(turn + 1)[0], render(turn, prompt=True)[0]
+        text = render(turn + 1)[0]
+        prompt = render(turn, prompt=True)[0]
         begins = text.startswith(prompt)
         if begins and (prompt.endswith(tuple(marks.added)) or not _may_merge(text, len(prompt), marks)):
             break
-        otherwise, other_prompt = render(turn + 1, thinking=other)[0], render(turn, prompt=True, thinking=other)[0]
+        otherwise = render(turn + 1, thinking=other)[0]
+        other_prompt = render(turn, prompt=True, thinking=other)[0]
         # An answer is longer behind its prompt where the template opens reasoning that is not there.
         shorter = len(otherwise) - len(other_prompt) < len(text) - len(prompt)
         if otherwise != text and otherwise.startswith(other_prompt) and (shorter or not begins):
@@ -168,7 +172,8 @@ def _span(
     The two functions render with the default value of enable_thinking, and with the row's. The start behind a prompt
     with the other value goes to the list in `row`, too.
     """
-    (count, others), (render, written) = row, renders
+    count, others = row
+    render, written = renders
     starts, other = _starts(text, turn, render, marks)
     if not starts:
         return None

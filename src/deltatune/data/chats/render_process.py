@@ -70,7 +70,8 @@ def _limited(limits: RenderLimits) -> Iterator[None]:
     A timer looks every tenth of a second, between two steps of Python. A single step that takes for ever, such as the
     power of large numbers, is stopped by the second timer: its signal ends the process.
     """
-    began, before = time.process_time(), _peak_bytes()
+    began = time.process_time()
+    before = _peak_bytes()
 
     def look(*_: object) -> None:
         over = time.process_time() - began > limits.seconds
@@ -97,7 +98,9 @@ class Template:
     """Writes conversations with the chat template, or the code, of a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, options: dict[str, Any], marks: Marks):
-        self._tokenizer, self._options, self._marks = tokenizer, options, marks
+        self._tokenizer = tokenizer
+        self._options = options
+        self._marks = marks
         self._ends = TurnEnds(self._write, marks.ends, marks.specials, marks.end)
         self._form: str | None = None
 
@@ -140,7 +143,8 @@ class Template:
 
     def rows(self, request: dict[str, Any]) -> list[Any]:
         """Return the rows of a conversation; with `options`, one row without turns, such as a prompt."""
-        messages, tools = self.taken(request["messages"]), request["tools"]
+        messages = self.taken(request["messages"])
+        tools = request["tools"]
         if "options" in request:
             return [(self.text(messages, tools, self._options | request["options"]), [], len(messages), [])]
 
@@ -183,7 +187,8 @@ def answer(templates: dict[str, Template], request: dict[str, Any], limits: Rend
 def main(seconds: str, memory: str) -> None:
     """Answer the requests on standard input until it closes or none has come for IDLE_SECONDS; limits are text."""
     limits = RenderLimits(float(seconds), int(memory))
-    replies, requests = Connection(os.dup(1), readable=False), Connection(os.dup(0), writable=False)
+    replies = Connection(os.dup(1), readable=False)
+    requests = Connection(os.dup(0), writable=False)
     # Nothing that a library prints may come between the replies.
     os.dup2(2, 1)
     # The program that started this one handles Ctrl-C.

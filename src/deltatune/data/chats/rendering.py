@@ -38,7 +38,9 @@ _CHUNK = 64
 _WORTH_A_PROCESS = 4000
 LIMITS = RenderLimits()
 # On macOS this process looks so often at the memory of another, which has some before it renders; the signal ends it.
-_LOOK_SECONDS, _OWN_MEMORY, _TOO_LARGE = 0.05, 1 << 29, signal.SIGUSR1
+_LOOK_SECONDS = 0.05
+_OWN_MEMORY = 1 << 29
+_TOO_LARGE = signal.SIGUSR1
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Item = PlainText | Conversation
@@ -75,7 +77,8 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
-        self._tokenizer, self._inner = tokenizer, hugging_face_tokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._inner = hugging_face_tokenizer(tokenizer)
         self.options = {"enable_thinking": tokenizer.has_thinking, **(options or {})}
         self._setups: dict[str, dict[str, Any]] = {}
         self._names: dict[str, str] = {}
@@ -171,7 +174,8 @@ class Renderer:
                 "marks": self._marks(_GENERATION_TAG.search(template) is not None, options),
             }
             name = hashlib.blake2b(json.dumps(setup).encode(), digest_size=16).hexdigest()
-            self._setups[name], self._names[key] = setup, name
+            self._setups[name] = setup
+            self._names[key] = name
         return self._names[key]
 
     def _marks(self, blocks: bool, options: Mapping[str, Any]) -> dict[str, Any]:

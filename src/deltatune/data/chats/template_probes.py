@@ -12,10 +12,14 @@ Messages = list[dict[str, Any]]
 Write = Callable[[Messages], str]
 
 # How a template wants the arguments of a tool call: as a mapping, as JSON in a text, or as the row has them.
-MAPPING, TEXT, GIVEN = "mapping", "text", "given"
+MAPPING = "mapping"
+TEXT = "text"
+GIVEN = "given"
 _ARGUMENTS = {"key": "value"}
 # Texts that no template writes by itself.
-_QUESTION, _ANSWER, _NEXT = "deltatune asks", "deltatune answers", "deltatune goes on"
+_QUESTION = "deltatune asks"
+_ANSWER = "deltatune answers"
+_NEXT = "deltatune goes on"
 _THOUGHT = "deltatune thinks"
 # The keys under which a message holds the reasoning before its answer.
 REASONING = ("reasoning_content", "reasoning", "thinking")

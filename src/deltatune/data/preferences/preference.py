@@ -114,12 +114,14 @@ def lay_out(
             mark[end - document.positions : end] = number
     flat = numbers.reshape(-1)
     present = (flat >= 0).astype(np.float32)
-    desirable, reference = np.zeros(flat.size, np.float32), np.zeros((flat.size, 2), np.float32)
+    desirable = np.zeros(flat.size, np.float32)
+    reference = np.zeros((flat.size, 2), np.float32)
     tokens, lengths = np.ones((flat.size, 2), np.float32), np.ones((flat.size, 2), np.float32)
     for index, number in enumerate(flat.tolist()):
         if number >= 0:
             one = preferences[number]
-            desirable[index], reference[index] = one.desirable, one.reference
+            desirable[index] = one.desirable
+            reference[index] = one.reference
             tokens[index] = [document.targets.sum() for document in one.documents]
             lengths[index] = [document.positions for document in one.documents]
     return documents, PreferenceBatch(marks, flat, present, desirable, reference, tokens, lengths)

@@ -17,7 +17,11 @@ from ..rows.unread_columns import text_of
 from ..text import TextEncoder
 from .preference import Preference
 
-PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL = "prompt", "chosen", "rejected", "completion", "label"
+PROMPT = "prompt"
+CHOSEN = "chosen"
+REJECTED = "rejected"
+COMPLETION = "completion"
+LABEL = "label"
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TEXTS = (PROMPT, CHOSEN, REJECTED, COMPLETION)
 # Columns that a row may hold besides the answers: tools for the chat template, and images or videos.
@@ -39,7 +43,9 @@ class PreferenceEncoder:
     """
 
     def __init__(self, conversations: TextEncoder, tokenizer: Any, *, labels: bool):
-        self._conversations, self._tokenizer, self._labels = conversations, tokenizer, labels
+        self._conversations = conversations
+        self._tokenizer = tokenizer
+        self._labels = labels
         self.kinds: Counter[str] = Counter()
 
     def stream(self, rows: Iterable[tuple[str, Any]], _count: int) -> Iterator[list[Preference]]:
@@ -132,11 +138,14 @@ class PreferenceEncoder:
     def _with_end(self, text: str, side: str, source: str, answer: str | None = None) -> list[int]:
         if not (text if answer is None else answer).strip():
             raise UserError(f"{source}: {side!r} is empty; remove this row.")
-        tokens, end = text_tokens(self._tokenizer, text), self._tokenizer.eos_token_id
+        tokens = text_tokens(self._tokenizer, text)
+        end = self._tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
     def _messages(self, row: Mapping[str, Any], source: str) -> Sequence[_Answer]:
-        chosen, rejected, prompt = row[CHOSEN], row[REJECTED], row.get(PROMPT)
+        chosen = row[CHOSEN]
+        rejected = row[REJECTED]
+        prompt = row.get(PROMPT)
         if prompt is None or isinstance(prompt, str):
             shared = _common(chosen, rejected)
             texts = [text_of(message.get("content")) for message in chosen[:shared] if isinstance(message, Mapping)]
@@ -148,7 +157,9 @@ class PreferenceEncoder:
             if chosen == rejected or shared == 0:
                 what = "are equal" if chosen == rejected else "begin with different messages and there is no prompt"
                 raise UserError(f"{source}: chosen and rejected {what}; remove this row or correct it.")
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+            prompt = chosen[:shared]
+            chosen = chosen[shared:]
+            rejected = rejected[shared:]
         sides = {CHOSEN: chosen, REJECTED: rejected}
         return [_conversation(row, prompt, answer, side, source) for side, answer in sides.items()]
 

@@ -25,10 +25,17 @@ from .unread_columns import (
     unread,
 )
 
-TEXT, COMPLETION, CHAT, SHAREGPT, ALPACA = "text", "completion", "chat", "ShareGPT", "Alpaca"
+TEXT = "text"
+COMPLETION = "completion"
+CHAT = "chat"
+SHAREGPT = "ShareGPT"
+ALPACA = "Alpaca"
 CAPTION = "caption"
-ASSISTANT, TOOL = "assistant", "tool"
-FUNCTIONS, SYSTEM, TOOL_CALLS = "functions", "system", "tool_calls"
+ASSISTANT = "assistant"
+TOOL = "tool"
+FUNCTIONS = "functions"
+SYSTEM = "system"
+TOOL_CALLS = "tool_calls"
 # The variables of the chat template for one row, under the name that TRL gives them.
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 _ALPACA = ("instruction", "input", "output")
@@ -122,7 +129,8 @@ class RowFormats:
             if entries and all(
                 isinstance(entry, Mapping) and "role" not in entry and "from" in entry for entry in entries
             ):
-                kind, entries = SHAREGPT, _spoken(entries, source)
+                kind = SHAREGPT
+                entries = _spoken(entries, source)
                 if row.get(SYSTEM) and entries[0]["role"] != SYSTEM:
                     entries.insert(0, _message(SYSTEM, row, SYSTEM, source))
             elif kind == SHAREGPT:
@@ -292,7 +300,8 @@ def _spoken(entries: list[Any], source: str) -> Messages:
     messages = []
     for number, entry in enumerate(entries, 1):
         where = f"{source}: message {number}"
-        speaker, value = entry["from"], entry.get("value")
+        speaker = entry["from"]
+        value = entry.get("value")
         if speaker not in _SPEAKERS:
             raise UserError(f'{where}: expected "from" to be one of {", ".join(_SPEAKERS)}, got {speaker!r}.')
         message = {"role": _SPEAKERS[speaker], "content": value}

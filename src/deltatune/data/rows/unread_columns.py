@@ -28,7 +28,8 @@ _JUDGEMENT = "if it tells good answers from bad ones, --loss kto learns from it,
 _SOUND = "sound is not read"
 _VARIABLE = "it is read within chat_template_kwargs alone"
 _PART_OPTION = "it is read in the part of an image alone"
-_AUDIO, _OBJECTS = ("audio", "audios"), "objects"
+_AUDIO = ("audio", "audios")
+_OBJECTS = "objects"
 _COLUMNS = {
     **dict.fromkeys(_JUDGED, _JUDGEMENT),
     **dict.fromkeys(("score", "reward", "rating"), _ALIKE),
@@ -40,7 +41,9 @@ _COLUMNS = {
     "weight": "every row counts alike",
     "system": "it is read beside conversations and instruction alone; make it the first message",
 }
-TOOLS, MARKED_TURNS, MARKS_IN_TEXT = "tools", "marked turns", "marks in text"
+TOOLS = "tools"
+MARKED_TURNS = "marked turns"
+MARKS_IN_TEXT = "marks in text"
 # Notes on columns and marks, by their keys in RowFormats.unread.
 MEANINGS = {name: f"{name!r}: {meaning}" for name, meaning in _COLUMNS.items()} | {
     MARKED_TURNS: "turns that are marked not to count, which --no-mask-prompt counts all the same",

@@ -24,7 +24,8 @@ _LIMITS = ("min_pixels", "max_pixels")
 _SIDES = ("resized_height", "resized_width")
 SIZE_OPTIONS = (*_LIMITS, *_SIDES)
 # The limits that hold where neither the row nor the run gives any, in tokens.
-_FEWEST_TOKENS, _MOST_TOKENS = 4, 16384
+_FEWEST_TOKENS = 4
+_MOST_TOKENS = 16384
 # The longer side may be this many times the shorter one.
 _LARGEST_RATIO = 200
 

@@ -144,6 +144,11 @@ class Pictures:
             pictures.append(picture)
         return pictures
 
+    def before_text(self, tokens: int) -> Pictures:
+        """Return the same of an example with so many tokens of text more."""
+        following = self.positions.max() + 1 + np.arange(tokens, dtype=np.int32)
+        return replace(self, positions=np.concatenate([self.positions, np.stack([following] * 3)], axis=1))
+
     def kind_cut(self, tokens: np.ndarray, limit: int) -> str | None:
         """Return "image" or "video" if a cut of the tokens at `limit` goes through one or leaves it last, else None."""
         marks = np.isin(tokens[:limit], (self.spec.image_token, self.spec.video_token))

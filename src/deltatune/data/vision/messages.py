@@ -14,9 +14,11 @@ from .image_files import SizedImage
 from .images import SIZE_OPTIONS, size_options
 from .videos import Video
 
-IMAGE, VIDEO = "image", "video"
+IMAGE = "image"
+VIDEO = "video"
 _KINDS = {IMAGE: IMAGE, "image_url": IMAGE, VIDEO: VIDEO, "video_url": VIDEO}
-_FPS, _BASE64 = "fps", "base64"
+_FPS = "fps"
+_BASE64 = "base64"
 # The keys under which a part holds its image or video: those of Qwen, OpenAI and transformers.
 _HOLDERS = {
     IMAGE: (IMAGE, "image_url", "url", "path", _BASE64),
@@ -111,7 +113,8 @@ def _column(row: Mapping[str, Any], kind: str, source: str) -> list[Any]:
         value = row.get(kind)
         # A list is several images, or the frames of one video, or several such videos.
         are_several = isinstance(value, list) and (kind == IMAGE or all(isinstance(frames, list) for frames in value))
-        values = value if are_several else [] if value is None else [value]
+        one = [] if value is None else [value]
+        values = value if are_several else one
     if not isinstance(values, list | tuple):
         raise UserError(f"{source}: {several!r}: expected a list of paths, got {type(values).__name__}.")
     if kind == IMAGE:

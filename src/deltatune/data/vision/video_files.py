@@ -105,7 +105,8 @@ def _timeline(container: Any, stream: Any, path: Path, named: str) -> _Timeline:
     if not written:
         raise UserError(f"{named}: a video without frames; give another file.")
     if None in written:
-        stamps, origin = np.arange(len(written)) / stated, None
+        stamps = np.arange(len(written)) / stated
+        origin = None
     else:
         readable = np.array(sorted(pts for pts in written if pts >= written[0]), np.int64)
         stamps = (readable - readable[0]) * tick
@@ -144,7 +145,8 @@ def _decoded(container: Any, invalid: type[Exception]) -> Iterator[Any]:
 def _shown(frames: Iterator[Any], timeline: _Timeline, times: np.ndarray, named: str) -> list[np.ndarray]:
     """Return the pixels of the frame that is shown at each of the times, which rise."""
     taken: list[np.ndarray] = []
-    shown, shown_at = None, 0.0
+    shown = None
+    shown_at = 0.0
     for number, frame in enumerate(frames):
         if timeline.origin is None or frame.pts is None:
             at = float(timeline.stamps[min(number, len(timeline.stamps) - 1)])

@@ -37,7 +37,8 @@ class FrozenTower:
     """
 
     def __init__(self, model: Any, cache_bytes: int = CACHE_BYTES) -> None:
-        self._tower, self._spec = model.vision_tower, vision_spec(model)
+        self._tower = model.vision_tower
+        self._spec = vision_spec(model)
         self._cache: dict[bytes, np.ndarray] = {}
         self.cached_bytes = 0
         self._cache_bytes = cache_bytes

@@ -109,7 +109,9 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec)
     """
     marks = (tokens == spec.image_token) | (tokens == spec.video_token)
     positions = np.zeros((3, len(tokens)), np.int32)
-    at, following, remaining = 0, 0, list(grids)
+    at = 0
+    following = 0
+    remaining = list(grids)
     while at < len(tokens):
         if not marks[at]:
             positions[:, at] = following
@@ -123,7 +125,8 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Grid], spec: VisionSpec)
         if not marks[at : at + count].all() or at + count > len(tokens):
             raise ValueError(f"the image at token {at:,} needs {count:,} tokens.")
         positions[:, at : at + count] = np.indices(size).reshape(3, -1) + following
-        at, following = at + count, following + max(size)
+        at = at + count
+        following = following + max(size)
     return positions
 
 

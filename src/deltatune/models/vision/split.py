@@ -149,9 +149,12 @@ def blank_images(model: Any, tokens: mx.array) -> VisionArrays:
 
 
 class VisionSplit(NamedTuple):
-    """The two parts of a model: head(backbone(tokens [B, T], images)) equals the model's logits."""
+    """The two parts of a model: head(backbone(tokens [B, T], images)) equals the model's logits.
 
-    backbone: Callable[[mx.array, VisionArrays], mx.array]
+    The backbone passes further keyword arguments, such as `cache`, on to the language model.
+    """
+
+    backbone: Callable[..., mx.array]
     head: nn.Module | Callable[[mx.array], mx.array]
 
 
@@ -165,9 +168,8 @@ def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
     language = model.language_model
     head = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear
 
-    def backbone(tokens: mx.array, images: VisionArrays) -> mx.array:
+    def backbone(tokens: mx.array, images: VisionArrays, **more: Any) -> mx.array:
         hidden = language.model.embed_tokens(tokens)
-        more: dict[str, Any] = {}
         if "tower" in images or "features" in images:
             if "tower" in images:
                 features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))

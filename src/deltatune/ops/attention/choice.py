@@ -62,7 +62,7 @@ def _native_on_metal(call: AttentionCall) -> Candidate | str:
     shapes = (tuple(x.shape) for x in (call.q, call.k, call.v))
     if not is_linear(*shapes, call.q.dtype, call.causal):
         return "MLX would hold all scores"
-    return Candidate(_without_window, call.shape_class(backend.device()), _without_window)
+    return Candidate(_without_window, call.shape_class("metal"), _without_window)
 
 
 def _without_window(*arrays: mx.array, window: int | None = None, **options: Any) -> mx.array:

@@ -281,7 +281,9 @@ def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | S
     copies = any(p.copies_matrix_per_tile() for p in projections)
     packed = any(p.scales is not None for p in projections)
     trains = any("weight" in p.trains for p in projections)
-    cost = PACKED_COST if packed else HALF_COST if copies else TRAINED_COST if trains else DENSE_COST
+    # The first of these that holds says what a tile costs.
+    costs = ((packed, PACKED_COST), (copies, HALF_COST), (trains, TRAINED_COST), (True, DENSE_COST))
+    cost = next(cost for holds, cost in costs if holds)
     tile = tile_rows(pairs, experts, cost)
     tile_bytes = tile * row_bytes + (8 * outer * inner if copies or trains else 0)
     return Tiled(pairs, top_k, experts, tile, max(1, CPU_CHUNK_BYTES // tile_bytes))

@@ -79,7 +79,8 @@ def _trained_here(layer: Any, x: mx.array, cache: Any) -> bool:
         return False
     if not PASSES.is_for_here and not keeps_inputs_alone():
         return False
-    documents, taps = trace.current().segments, layer.conv1d
+    documents = trace.current().segments
+    taps = layer.conv1d
     plain = type(taps) is nn.Conv1d and "bias" not in taps and (taps.stride, taps.padding, taps.dilation) == (1, 0, 1)
     fits = documents is None or documents.shape == x.shape[:2]
     return plain and fits
@@ -92,7 +93,10 @@ class _Heads:
     """
 
     def __init__(self, layer: Any, norms: conv.NormedHeads, before: mx.array | None, documents: mx.array | None):
-        self.weight, self.norms, self.before, self.documents = layer.conv1d.weight[..., 0], norms, before, documents
+        self.weight = layer.conv1d.weight[..., 0]
+        self.norms = norms
+        self.before = before
+        self.documents = documents
         self.of_values = (layer.num_v_heads, layer.head_v_dim)
 
     def serves(self, qkv: mx.array) -> bool:
@@ -111,7 +115,8 @@ class _Heads:
 
     def _by_mlx(self, qkv: mx.array, weight: mx.array, *before: mx.array) -> list[mx.array]:
         """Queries and keys [B, T, Hk, Dk] and values [B, T, Hv Dv], as upstream computes them."""
-        norms, (batch, _, channels) = self.norms, qkv.shape
+        norms = self.norms
+        batch, _, channels = qkv.shape
         (state,) = before or [mx.zeros((batch, weight.shape[1] - 1, channels), qkv.dtype)]
         y = nn.silu(joined_conv(mx.concatenate([state, qkv], axis=1), weight, self.documents))
         *both, v = mx.split(y, [norms.channels, 2 * norms.channels], axis=-1)
@@ -172,7 +177,8 @@ def _layer(project: Callable[[Any, mx.array], _Projected]) -> Callable[[Function
             q, k, v = remembered(heads, qkv)
             out, state = update(q, k, v, a, b, self.A_log, self.dt_bias, state, mask, use_kernel=False)
             if cache is not None:
-                cache[0], cache[1] = _last_rows(before, qkv, self.conv_kernel_size - 1), state
+                cache[0] = _last_rows(before, qkv, self.conv_kernel_size - 1)
+                cache[1] = state
                 cache.advance(inputs.shape[1])
             return self.out_proj(remembered(normed, out, z)[0])
 
@@ -187,7 +193,8 @@ def _same(upstream: Function, ours: Function) -> str | None:
 
 def _same_next_token(upstream: Function, ours: Function) -> str | None:
     """Compare the output for one more token, and a row's caches then."""
-    layer, token = built(upstream, of_config).eval(), drawn(7, 1, 1, WIDTH)
+    layer = built(upstream, of_config).eval()
+    token = drawn(7, 1, 1, WIDTH)
     cache = upstream.__globals__["ArraysCache"](2)
     upstream(layer, layer_input(), None, cache)
     rows = RecurrentRows(cache.cache)

@@ -50,8 +50,10 @@ class DeferredExperts:
         dtype: mx.Dtype,
         scores: mx.array | None = None,
     ):
-        self._run, self._scores = run, scores
-        self.shape, self.dtype = shape, dtype
+        self._run = run
+        self._scores = scores
+        self.shape = shape
+        self.dtype = dtype
         self._array: mx.array | None = None
 
     def __mul__(self, scores: Any) -> Any:
@@ -104,7 +106,8 @@ def has_routers(model: nn.Module) -> bool:
 @contextmanager
 def _listening_to_gate(block: Any) -> Iterator[list[mx.array]]:
     """Within the context, the logits of the block's gate are appended to the yielded list."""
-    gate, heard = block.gate, []
+    gate = block.gate
+    heard = []
 
     def listening(x: mx.array) -> Any:
         output = gate(x)

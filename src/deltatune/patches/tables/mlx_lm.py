@@ -36,7 +36,8 @@ def same_update(options: list[dict[str, Any]]) -> Check:
 
     def check(upstream: Function, ours: Function) -> str | None:
         q, k, v = (0.5 * drawn(seed, 1, 3, heads, size) for seed, heads, size in ((0, 1, 4), (1, 1, 4), (2, 2, 3)))
-        of_heads, of_channels = ((1, 3, 2), (1, 3, 2), (2,), (2,)), ((1, 3, 2, 4), (1, 3, 2), (2, 1), (2, 4))
+        of_heads = ((1, 3, 2), (1, 3, 2), (2,), (2,))
+        of_channels = ((1, 3, 2, 4), (1, 3, 2), (2, 1), (2, 4))
         for shapes in (of_heads, of_channels):
             arrays = [q, k, v, *(0.5 * drawn(3 + at, *shape) for at, shape in enumerate(shapes))]
             for option in options:
@@ -75,7 +76,8 @@ def attention_mask(upstream: Function) -> Function:
 
 def same_masks(upstream: Function, ours: Function) -> str | None:
     """Compare masks with the definition: of whole rows, of a window, and of a packed row with one document."""
-    at, x = mx.arange(LENGTH), layer_input()
+    at = mx.arange(LENGTH)
+    x = layer_input()
     window = causal() & (at[:, None] < at + 3)
     with segments.segments(mx.zeros((1, LENGTH), mx.int32)):
         packed = ours(x, None, None, True), ours(x, None, 3, True)
@@ -137,7 +139,8 @@ def _conv1d(upstream: Function) -> Function:
 def _taps(conv: Any, x: mx.array, documents: mx.array | None = None) -> mx.array:
     """conv(x), x [B, T, C], in fewer passes over memory than MLX's grouped convolution makes on a CPU."""
     before = conv.weight.shape[1] - 1
-    state, weight = x[:, :before], conv.weight[..., 0]
+    state = x[:, :before]
+    weight = conv.weight[..., 0]
     bias = conv.bias if "bias" in conv else None
     return causal_conv(x[:, before:], weight, bias, initial_state=state, segments=documents)[0]
 

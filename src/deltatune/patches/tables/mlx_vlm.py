@@ -96,7 +96,8 @@ def _has_the_other_gelu(other: Function, build: Any, *shape: int) -> Check:
     """Build a check: upstream must agree with `other`, or else have mended it."""
 
     def check(upstream: Function, ours: Function) -> str | None:
-        layer, x = built(upstream, build), 2 * drawn(0, *shape)
+        layer = built(upstream, build)
+        x = 2 * drawn(0, *shape)
         # The two GELUs differ by about 1e-4 of their results here.
         if describe_difference([upstream(layer, x)], [ours(layer, x)], 1e-5, "ours") is None:
             return SETTLED
@@ -119,7 +120,8 @@ def _deepstack(upstream: Function) -> Function:
 
 
 def _adds_features(upstream: Function, ours: Function) -> str | None:
-    hidden, features = drawn(0, 2, 3, 4), drawn(1, 3, 4)
+    hidden = drawn(0, 2, 3, 4)
+    features = drawn(1, 3, 4)
     images = mx.array([[False, True, True], [True, False, False]])
     zero = mx.zeros((4,))
     by_token = mx.stack([mx.stack([zero, *features[:2]]), mx.stack([features[2], zero, zero])])

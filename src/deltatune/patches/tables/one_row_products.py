@@ -224,7 +224,8 @@ def _gathered(function: Function, x: mx.array) -> mx.array:
 
 def _attended(function: Function, x: mx.array) -> mx.array:
     q = mx.stack([x, x + 1])[None]
-    k, v = _weight(1, 1, 4, 3), _weight(1, 1, 4, 3) + 1
+    k = _weight(1, 1, 4, 3)
+    v = _weight(1, 1, 4, 3) + 1
     return function(q, k, v, scale=0.5).swapaxes(1, 2).reshape(len(x), -1)
 
 

@@ -99,7 +99,9 @@ def _gated(y: mx.array, gate: mx.array) -> list[mx.array]:
 
 def _next_token(layer: Any, x: mx.array, cache: AttentionRows) -> mx.array | None:
     """The layer's output for one token of each row [B, 1, D], by one kernel; None where upstream's code serves."""
-    of_queries, of_keys, rotary = layer.q_norm, layer.k_norm, _rotary(layer.rope)
+    of_queries = layer.q_norm
+    of_keys = layer.k_norm
+    rotary = _rotary(layer.rope)
     if rotary is None or {type(of_queries), type(of_keys)} != {nn.RMSNorm}:
         return None
     keys, values = cache.handed
@@ -117,7 +119,9 @@ def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
     """Queries [B, H, T, W] and the gate's sigmoid [B, T, H, W] from their projection; None if no kernel serves."""
     if type(layer.q_norm) is not nn.RMSNorm:
         return None
-    weight, eps, rotary = layer.q_norm["weight"], layer.q_norm.eps, _rotary(layer.rope)
+    weight = layer.q_norm["weight"]
+    eps = layer.q_norm.eps
+    rotary = _rotary(layer.rope)
     if rotary is not None and heads.serves(both, weight, eps, *rotary, gated=True):
         return heads.turned_heads(both, weight, eps, *rotary, gated=True)
     if not norms.norm_and_gate_serves(both, weight, eps):
@@ -128,9 +132,11 @@ def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
 
 def _keys(layer: Any, keys: mx.array) -> mx.array:
     """Keys [B, H, T, W] from their projection [B, T, H, W]."""
-    norm, rotary = layer.k_norm, _rotary(layer.rope)
+    norm = layer.k_norm
+    rotary = _rotary(layer.rope)
     if rotary is not None and type(norm) is nn.RMSNorm:
-        weight, eps = norm["weight"], norm.eps
+        weight = norm["weight"]
+        eps = norm.eps
         if heads.serves(keys, weight, eps, *rotary, gated=False):
             return heads.turned_heads(keys, weight, eps, *rotary, gated=False)[0]
     return cast(mx.array, layer.rope(norm(keys).swapaxes(1, 2)))

@@ -98,7 +98,8 @@ def _quantized_matmul(upstream: Function) -> Function:
 def _agrees(upstream: Function, ours: Function) -> str | None:
     """Compare a few rows with upstream's product on a CPU, for which no kernel has to be built."""
     keys = mx.random.split(mx.random.key(0))
-    x, matrix = mx.random.normal((max(ROWS.values()), 128), key=keys[0]), mx.random.normal((128, 128), key=keys[1])
+    x = mx.random.normal((max(ROWS.values()), 128), key=keys[0])
+    matrix = mx.random.normal((128, 128), key=keys[1])
     packed = mx.quantize(matrix, 32, 4)
     both = [{"transpose": transpose, "group_size": 32, "bits": 4} for transpose in (True, False)]
     expected = [upstream(x[:4], *packed, **options, stream=mx.cpu) for options in both]

@@ -39,7 +39,8 @@ def _rms_norm(upstream: Function) -> Function:
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         if x.ndim > 2 and decodes(x.shape[1]):
             return upstream(self, x)
-        weight, eps = self["weight"], self.eps
+        weight = self["weight"]
+        eps = self.eps
         if serves(x, weight, eps):
             return normed(weighted_norm(x, weight, eps), x, weight, eps)
         # Adapters need not keep the result: they compute it from x, which its own gradient keeps.
@@ -78,7 +79,8 @@ def _layer(mixer: Callable[[Any], Any]) -> Callable[[Function], Function]:
 
 
 def _remember(normed: mx.array, x: mx.array, norm: Any) -> None:
-    weight, eps = norm["weight"], norm.eps
+    weight = norm["weight"]
+    eps = norm.eps
     remember([normed], lambda x: [weighted_norm(x, weight, eps)], x)
 
 

@@ -40,7 +40,8 @@ def _agrees(upstream: Function, ours: Function) -> str | None:
     """Compare with an elementwise product: rows with an axis that expand_dims adds, and their gradient."""
     keys = mx.random.split(mx.random.key(0), 3)
     rows, cotangent = (mx.random.normal((8, 64), key=key) for key in keys[:2])
-    matrices, experts = mx.random.normal((4, 64, 64), key=keys[2]), mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
+    matrices = mx.random.normal((4, 64, 64), key=keys[2])
+    experts = mx.array([0, 0, 1, 1, 1, 3, 3, 3], mx.uint32)
 
     def product(x: mx.array) -> mx.array:
         y = ours(mx.expand_dims(x, -2), matrices, rhs_indices=experts, sorted_indices=True)

@@ -126,20 +126,12 @@ def mlx_path(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class VisionRows:
-    """A batch.
+class VisionRows(seeded.Rows):
+    """A batch with the patches of each row's images and videos, and their grids (frames, height, width) in patches.
 
-    Args:
-        tokens: [B, T + 1], int32.
-        counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
-        lengths: The valid tokens of each row.
-        patches: The patches of each row's images and videos.
-        grids: Their (frames, height, width) in patches; more than one frame makes a video.
+    More than one frame makes a video.
     """
 
-    tokens: np.ndarray
-    counts: np.ndarray
-    lengths: tuple[int, ...]
     patches: tuple[tuple[np.ndarray, ...], ...]
     grids: tuple[tuple[tuple[int, int, int], ...], ...]
 

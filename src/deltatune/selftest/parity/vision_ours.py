@@ -31,11 +31,13 @@ def as_batch(rows: VisionRows, spec: VisionSpec) -> Batch:
     """The batch in the form that deltatune's data code gives it."""
     ready = []
     for index, size in enumerate(rows.lengths):
-        tokens, grids = rows.tokens[index, :size], rows.grids[index]
+        tokens = rows.tokens[index, :size]
+        grids = rows.grids[index]
         pictures = [Picture(patches, grid) for patches, grid in zip(rows.patches[index], grids, strict=True)]
         # The last token is a target only, never an input.
         ready.append((tokens[:-1], token_positions(tokens, single_frames(grids), spec)[:, :-1], pictures))
-    inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    inputs = rows.tokens[:, :-1]
+    targets = rows.tokens[:, 1:]
     images = vision_batch(ready, inputs.shape[1], spec)
     empty = tuple(("",) for _ in inputs)
     return Batch(inputs, targets, rows.counts, None, empty, tuple((0,) for _ in inputs), images)

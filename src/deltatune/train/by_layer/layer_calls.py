@@ -142,7 +142,8 @@ class LayerCalls:
     """Redirects the calls of layers to the function of served_by(), and else to `otherwise`."""
 
     def __init__(self, layers: Sequence[nn.Module], otherwise: Serve):
-        self._layers, self._otherwise = list(layers), otherwise
+        self._layers = list(layers)
+        self._otherwise = otherwise
         self._index = {id(layer): index for index, layer in enumerate(self._layers)}
         self._serve: Serve = otherwise
 
@@ -159,7 +160,8 @@ class LayerCalls:
     @contextmanager
     def served_by(self, serve: Serve) -> Iterator[None]:
         """Within the context, `serve` serves the calls."""
-        before, self._serve = self._serve, serve
+        before = self._serve
+        self._serve = serve
         try:
             yield
         finally:

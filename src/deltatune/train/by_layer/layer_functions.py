@@ -57,13 +57,12 @@ def signature(tree: Any) -> Any:
 
 @cache
 def _is_read(cls: type, name: str) -> bool:
-    """Whether the source of a class, of a function in it or of its module reads an attribute; True without source."""
+    """Whether a module with a class or a function in it reads an attribute; True without source."""
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
     # A patch may have put a function there that another file holds.
     functions = [value for base in bases for value in vars(base).values() if isinstance(value, FunctionType)]
     try:
-        modules = [inspect.getsource(sys.modules[base.__module__]) for base in bases]
-        sources = [*modules, *(inspect.getsource(function.__code__) for function in functions)]
+        sources = [inspect.getsource(sys.modules[name]) for name in {part.__module__ for part in (*bases, *functions)}]
     except (KeyError, OSError, TypeError):
         return True
     read = re.compile(rf"""\.{name}\b(?!\s*=[^=])|["']{name}["']""")
@@ -96,7 +95,9 @@ class LayerFunction:
     """
 
     def __init__(self, layer: nn.Module, call: LayerCall, collects: bool):
-        self._layer, self._call, self._collects = layer, call, collects
+        self._layer = layer
+        self._call = call
+        self._collects = collects
         places = dict(array_places(layer))
         self._places = list(places.values())
         floating = [path for path, array in leaves(layer.trainable_parameters()) if is_floating(array)]

@@ -96,7 +96,8 @@ class _Offloaded(LayerInputs):
     def take(self) -> mx.array:
         if self._ahead is None:
             self._start()
-        array, self._ahead = self._ahead, None
+        array = self._ahead
+        self._ahead = None
         assert array is not None
         started = time.perf_counter()
         self._arrive(array)
@@ -246,7 +247,8 @@ class InputsOnHost(_Offloaded):
         return self._rooms[at].read()
 
     def _room_for(self, size: int) -> Room:
-        at, known = self._count, len(self._rooms)
+        at = self._count
+        known = len(self._rooms)
         if at < known and self._rooms[at].size >= size:
             return self._rooms[at]
         try:

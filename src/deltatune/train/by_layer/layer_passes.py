@@ -62,7 +62,8 @@ class AroundLayers:
     """
 
     def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
-        self._passes, self._routers = passes, routers
+        self._passes = passes
+        self._routers = routers
         self.recorded = Recorder()
         state = [passes.model.state]
         self.tower = Compiled(self._tower, state)
@@ -100,7 +101,8 @@ class AroundLayers:
 
     def _tower(self, batch: Arrays, key: mx.array) -> tuple[list[mx.array], mx.array]:
         """Return the tower's features of the pictures of a batch, and the next key."""
-        seen, state = seen_by_tower(batch), [key]
+        seen = seen_by_tower(batch)
+        state = [key]
         assert seen is not None
         model: Any = self._passes.model
         with undisturbed(model), drawing_with(state):
@@ -144,7 +146,8 @@ class AroundLayers:
             quotient = total / weight_or_one(weight)
             if self._routers is not None:
                 added, reported = self._routers.of(inputs["sides"], weight)
-                quotient, figures = quotient + added, [mx.concatenate([*figures, reported], axis=1)]
+                quotient = quotient + added
+                figures = [mx.concatenate([*figures, reported], axis=1)]
             return quotient, total, weight, *figures
 
         inputs = {"x": x, "sides": sides, "outer": arrays_at(self._passes.outer.values())}
@@ -215,7 +218,8 @@ class LayerPasses:
 
         UserError where the layers cannot be computed one by one.
         """
-        recorder, blank = Recorder(), mx.zeros((1, 8), mx.int32)
+        recorder = Recorder()
+        blank = mx.zeros((1, 8), mx.int32)
 
         def forward() -> None:
             if has_vision(self.model):
@@ -250,7 +254,9 @@ class LayerPasses:
 
         `recorder` is the record of a run of `forward`, on a few tokens.
         """
-        count, hidden, outer = len(recorder.calls), recorder.entered[0], self.outer.values()
+        count = len(recorder.calls)
+        hidden = recorder.entered[0]
+        outer = self.outer.values()
         returned = [mx.full(hidden.shape, 0.5, hidden.dtype) for _ in range(count)]
         # The allowed dependency of each array: floats on nothing, hidden states on the output of the layer before.
         may = [None] * len(recorder.floats) + [index - 1 for index in recorder.changed]
@@ -323,12 +329,16 @@ class LayerPasses:
     def _both_passes(
         self, batch: Arrays, around: AroundLayers, told: BatchInTrace, first_key: mx.array, watch: Watch | None
     ) -> tuple[Any, ...]:
-        count, lowest = len(self._layers), self._lowest
+        count = len(self._layers)
+        lowest = self._lowest
         reading = self._along([*range(count), *reversed(range(lowest, count))])
-        seen, d_pictures, key = batch, [], first_key
+        seen = batch
+        d_pictures = []
+        key = first_key
         if seen_by_tower(batch):
             pictures, key = around.tower(seen, key)
-            batch, d_pictures = with_pictures(batch, pictures), [mx.zeros_like(picture) for picture in pictures]
+            batch = with_pictures(batch, pictures)
+            d_pictures = [mx.zeros_like(picture) for picture in pictures]
             self._compute(pictures)
         before_key = key
         x, key, others, sides, records = self._forward(batch, around, told, key, reading, watch)
@@ -337,7 +347,8 @@ class LayerPasses:
         del x
         gradients: dict[str, mx.array] = {}
         for index in reversed(range(lowest, count)):
-            function, (key, number) = self._function(index, around, told), records.pop()
+            function = self._function(index, around, told)
+            key, number = records.pop()
             y = self._inputs.take()
             if watch is not None:
                 watch(index, dx, backward=True)
@@ -407,7 +418,8 @@ class LayerPasses:
 
     def recorded(self, batch: Arrays, key: mx.array) -> tuple[Recorder, mx.array]:
         """Run the model with layers that are only recorded; return these, and the key before the first of them."""
-        recorder, keys = Recorder(), []
+        recorder = Recorder()
+        keys = []
 
         def serve(*call: Any) -> Any:
             keys.append(state[0])
@@ -433,7 +445,8 @@ class LayerPasses:
 
     def loss_behind(self, loss: LossFunction, batch: Arrays, x: mx.array, key: mx.array) -> tuple[mx.array, ...]:
         """Compute the loss from the last hidden states x, with `key` for dropout behind them."""
-        last, state = len(self._layers) - 1, [key]
+        last = len(self._layers) - 1
+        state = [key]
 
         def serve(index: int, *call: Any) -> Any:
             if index < last:

@@ -238,7 +238,8 @@ class Store(ResidentLayers):
             self._ahead = None
             self._start(index)
         assert self._ahead is not None
-        arrays, self._ahead = self._ahead[1], None
+        arrays = self._ahead[1]
+        self._ahead = None
         started = time.perf_counter()
         self.wait(arrays)
         self.disk.waited += time.perf_counter() - started

@@ -41,7 +41,8 @@ def checked_teacher(config: TrainConfig, student: Loaded) -> nn.Module:
     teacher = teacher_of(config)
     path = locate(config.teacher)
     tokenizer = load_tokenizer(path, {}, trust_remote_code=config.trust_remote_code)
-    theirs, ours = _tokens(tokenizer), _tokens(student.tokenizer)
+    theirs = _tokens(tokenizer)
+    ours = _tokens(student.tokenizer)
     differing = min(
         (token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token)), default=None
     )

@@ -92,7 +92,8 @@ def watched(layers: Sequence[LayerInfo]) -> list[Watched]:
 
 def first_output(layers: Sequence[Watched], forward: Callable[[], object]) -> FirstOutput:
     """Look at the outputs of `layers` while `forward` runs, which must not be differentiated or compiled."""
-    first, names = FirstOutput(), {id(module): name for name, module in layers}
+    first = FirstOutput()
+    names = {id(module): name for name, module in layers}
 
     def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return tree_map(partial(first.see, names[id(layer)]), call(*arguments, **options))

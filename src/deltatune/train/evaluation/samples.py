@@ -51,7 +51,9 @@ class Samples:
     """
 
     def __init__(self, loaded: Loaded, config: TrainConfig, *, plain_text: bool = False, weights: Store | None = None):
-        self._tokenizer, self._config, self._plain = loaded.tokenizer, config, plain_text
+        self._tokenizer = loaded.tokenizer
+        self._config = config
+        self._plain = plain_text
         chat = bool(config.sample_prompts) and not plain_text
         self._inference = Inference(loaded, chat=chat, weights=weights)
         if config.sample_prompts and has_vision(loaded.model) and loaded.processor is None:
@@ -73,7 +75,8 @@ class Samples:
 
     def are_due(self, progress: Progress, *, last: bool) -> bool:
         """Return whether the prompts are to be answered now; `last` says that the run ends here."""
-        at, every = progress.iteration, self._config.steps_per_sample or self._config.steps_per_eval
+        at = progress.iteration
+        every = self._config.steps_per_sample or self._config.steps_per_eval
         return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
 
     def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
@@ -113,7 +116,8 @@ class Samples:
             return rows
         if self._plain:
             return [Prompt(text_tokens(self._tokenizer, entry), text=entry)]
-        options, refused = self._config.chat_template_config, f"{_REMEDY}: {entry!r}"
+        options = self._config.chat_template_config
+        refused = f"{_REMEDY}: {entry!r}"
         tokens = prompt_tokens(self._tokenizer, Question(entry), template_options=options, refused=refused)
         return [Prompt(tokens, text=entry)]
 

@@ -79,16 +79,18 @@ def _scores_reference(config: TrainConfig) -> bool:
 def rollout_loss(token_losses: TokenLosses, config: TrainConfig) -> Callable[..., tuple[mx.array, ...]]:
     """Make a loss function for the training step (trl.GRPOTrainer and trl.RLOOTrainer 1.16).
 
-    It takes inputs [B, T], targets [B, T], weights [B, T] and the arrays of a RolloutBatch; the weights are those of
-    the tokens' losses in the sum. It returns the sum, the number that it is to be divided by, and [2, figures], the
-    sums of figures_of(config) and those of the batch behind them. `token_losses` are those under the sampled policy.
+    It takes inputs [B, T], targets [B, T], weights [B, T], which are those of the tokens' losses in the sum, a vision
+    model's images, and the arrays of a RolloutBatch. It returns the sum, the number that it is to be divided by, and
+    [2, figures], the sums of figures_of(config) and those of the batch behind them. `token_losses` are those under the
+    sampled policy.
     """
     variant_of(config)
 
-    def loss(inputs: mx.array, targets: mx.array, weights: mx.array, rollouts: Arrays) -> tuple[mx.array, ...]:
+    def loss(inputs: mx.array, targets: mx.array, weights: mx.array, *more: Arrays) -> tuple[mx.array, ...]:
+        *images, rollouts = more
         sampled = rollouts["sampled"]
         mask = (weights > 0).astype(mx.float32)
-        log_p = -token_losses(inputs, targets)
+        log_p = -token_losses(inputs, targets, *images)
         # The trainer rounds otherwise than the sampler, so a token at the edge of top_p may be outside here.
         outside = mask * (log_p < EXCLUDED / 2)
         log_p = mx.where((mask > 0) & (outside == 0), log_p, sampled)

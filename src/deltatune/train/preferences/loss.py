@@ -61,7 +61,8 @@ def preference_loss(
         *images, preferences = more
         losses = token_losses(inputs, targets, *images)
         answers = answers_of(losses, weights, preferences)
-        scored, present = objective.score(answers, config), answers.present
+        scored = objective.score(answers, config)
+        present = answers.present
         # A blank preference counts nothing, and an infinite loss of one must not become NaN.
         total = mx.where(present > 0, scored.losses, 0.0).sum()
         # mlx.compile fails if an output is computed twice, so the count is computed in one place.

@@ -159,7 +159,8 @@ def cpo(answers: Answers, config: TrainConfig) -> Scored:
     arXiv:2401.08417). NLL is the mean of -log p over the tokens of all chosen answers of the batch. Label
     smoothing and the forms hinge and ipo are those of DPO; ipo takes mean log-probabilities.
     """
-    beta, ipo = config.reward_factor, config.loss_variant == "ipo"
+    beta = config.reward_factor
+    ipo = config.loss_variant == "ipo"
     scores = answers.policy / answers.tokens if ipo else answers.policy
     margins = scores[:, 0] - scores[:, 1]
     if ipo:
@@ -197,7 +198,8 @@ def dpo(answers: Answers, config: TrainConfig) -> Scored:
         means = ratios / answers.tokens
         losses = (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square()
     elif config.loss_variant == "robust":
-        clean, flipped = -nn.log_sigmoid(margins), -nn.log_sigmoid(-margins)
+        clean = -nn.log_sigmoid(margins)
+        flipped = -nn.log_sigmoid(-margins)
         losses = ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing)
     else:
         losses = smoothed(margins, smoothing)

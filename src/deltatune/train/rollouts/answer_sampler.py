@@ -16,9 +16,11 @@ from ...models.batch_decoder import ROWS, BatchDecoder, has_row_caches
 from ...models.generated_answers import AnswerGenerator, can_be_joined
 from ...models.load import Loaded
 from ...models.sampled_policy import SampledPolicy
+from ...models.vision.split import has_vision
 from ...options.config import TrainConfig
 from ..evaluation.evaluate import inferring
 from ..evaluation.nonfinite import explained
+from .picture_sampler import PictureSampler
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,12 @@ class AnswerSampler:
     def __init__(self, loaded: Loaded, config: TrainConfig, rows: int, positions: int, between: Callable[[], None]):
         self._loaded = loaded
         self._config = config
-        self._policy = SampledPolicy.of(config)
+        self._policy = SampledPolicy.of(config, loaded.model)
         self._between = between
         # An answer's last token is sampled, and one more may be under way.
         self._room = positions + 2
         self._rows = min(ROWS, rows)
-        self._engine: BatchDecoder | AnswerGenerator | None = None
+        self._engine: BatchDecoder | AnswerGenerator | PictureSampler | None = None
 
     def __call__(self, prompts: Sequence[Example], key: mx.array) -> SampledAnswers:
         """Sample `config.rows_each` answers to each prompt, one prompt after the other; they depend on `key`.
@@ -67,14 +69,14 @@ class AnswerSampler:
         # A row holds at least a token of the prompt.
         most = min(self._config.max_completion_length, self._config.max_seq_length - 1)
         rows = [tokens for prompt in prompts for tokens in [prompt.tokens.tolist()] * self._config.rows_each]
+        choose = self._policy.sampler(key)
         with inferring(model), explained(loaded), without_kernels():
             if self._engine is None:
-                of_engine = model, self._rows, loaded.tokenizer.eos_token_ids, most
-                if has_row_caches(model):
-                    self._engine = BatchDecoder(*of_engine, room=self._room, trains=True)
-                else:
-                    self._engine = AnswerGenerator(*of_engine, self._policy.figures)
-            answers = self._engine.answers(rows, self._policy.sampler(key), self._between)
+                self._engine = self._engine_of(model, most)
+            if isinstance(self._engine, PictureSampler):
+                answers = self._engine.answers(prompts, self._config.rows_each, choose, self._between)
+            else:
+                answers = self._engine.answers(rows, choose, self._between)
         tokens = np.zeros((len(rows), most), np.int32)
         figures = np.zeros((2, len(rows), most), np.float32)
         lengths = np.array([len(answer.figures) for answer in answers], np.int32)
@@ -84,6 +86,14 @@ class AnswerSampler:
             figures[:, row, : lengths[row]] = np.array(answer.figures, np.float32).T
         ended = np.array([answer.end is not None for answer in answers], bool)
         return SampledAnswers(tokens, lengths, ended, *figures)
+
+    def _engine_of(self, model: Any, most: int) -> BatchDecoder | AnswerGenerator | PictureSampler:
+        ends = self._loaded.tokenizer.eos_token_ids
+        if has_vision(model):
+            return PictureSampler(model, ends, most)
+        if has_row_caches(model):
+            return BatchDecoder(model, self._rows, ends, most, room=self._room, trains=True)
+        return AnswerGenerator(model, self._rows, ends, most, self._policy.figures)
 
     def texts(self, answers: SampledAnswers) -> list[str]:
         """Return the texts of answers, without their ends."""
@@ -97,7 +107,7 @@ class AnswerSampler:
 
 def check_covered(model: Any, config: TrainConfig) -> None:
     """Refuse a model that the engine does not cover, by a UserError."""
-    if not can_be_joined(model):
+    if not can_be_joined(model) and not has_vision(model):
         name = f"{type(model).__module__}.{type(model).__name__}"
         remedy = " Give lmbda: 0 to learn from the answers of the data alone." * (config.loss == "distill")
         raise UserError(

@@ -9,7 +9,9 @@ import numpy as np
 from .advantages import deviation, mean
 from .answer_sampler import SampledAnswers
 
-REWARD, EXACT, LENGTH = "reward", "rewards/exact", "completions/mean_length"
+REWARD = "reward"
+EXACT = "rewards/exact"
+LENGTH = "completions/mean_length"
 # The figures of answers, whether they are rewarded or not.
 ANSWERS = (LENGTH, "completions/max_length", "completions/clipped_ratio", "entropy", "seconds/sampling")
 _FIGURES = (REWARD, "reward_std", EXACT, "frac_reward_zero_std", *ANSWERS, "seconds/rewards")
@@ -22,7 +24,8 @@ def names_of(rewards: Sequence[str]) -> tuple[str, ...]:
 
 def answer_figures(answers: SampledAnswers, seconds: float) -> list[tuple[float, int]]:
     """Return the sums and counts of the figures ANSWERS, of answers that were sampled in so many seconds."""
-    tokens, number = int(answers.lengths.sum()), len(answers.lengths)
+    tokens = int(answers.lengths.sum())
+    number = len(answers.lengths)
     return [
         (tokens, number),
         (int(answers.lengths.max()), 1),

@@ -189,8 +189,9 @@ class RolloutOrder:
         rows = self._config.batch_size // self._world.size * self._config.num_generations
         for start in range(0, len(scored), rows):
             group = list(range(start, min(start + rows, len(scored))))
-            nothing = np.zeros(len(scored), np.float32)
-            batch, places = self._laid_out(rollouts, group, nothing, nothing, rows)
+            # A model with a vision tower scores the tokens alone that have a weight.
+            ones = np.ones(len(scored), np.float32)
+            batch, places = self._laid_out(rollouts, group, ones, ones, rows)
             scores = score(batch)
             for number, place in zip(group, places, strict=True):
                 scored[number, : rollouts.answers.lengths[number]] = scores[place]
@@ -286,7 +287,8 @@ class RolloutOrder:
             widths = bucket_widths(self._config.max_seq_length)
             width = widths[bisect_left(widths, max(positions, default=1))]
         filled = [[documents[at] for at in row] for row in shared]
-        batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed)
+        vision = self._prompts.vision
+        batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed, vision=vision)
         placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
         of_targets: dict[str, Any] = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
         of_targets["advantages"] = np.zeros_like(batch.weights)

@@ -38,8 +38,8 @@ from .student_order import StudentOrder
 def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:
     """Return the functions that score answers in training's forward pass, each compiled once for each batch shape."""
 
-    def log_probabilities(inputs: mx.array, targets: mx.array, *_: Any) -> tuple[mx.array]:
-        return (-token_losses(inputs, targets),)
+    def log_probabilities(inputs: mx.array, targets: mx.array, _: mx.array, *more: Any) -> tuple[mx.array]:
+        return (-token_losses(inputs, targets, *more[:-1]),)
 
     def compiled() -> Callable[[Batch], np.ndarray]:
         whole = Compiled(lambda batch: loss_of(log_probabilities, batch), [model.state])

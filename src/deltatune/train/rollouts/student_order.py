@@ -68,7 +68,9 @@ class StudentOrder:
     def restore(self, state: dict[str, Any], _arrays: Mapping[str, mx.array]) -> None:
         """Continue from the place that state() returned."""
         self._data.restore(state["data"])
-        self._update, self._used, self._place = state["update"], state["used"], state["data"]
+        self._update = state["update"]
+        self._used = state["used"]
+        self._place = state["data"]
         self._batches = []
 
     def __next__(self) -> Batch:
