@@ -363,4 +363,4 @@ def _chunks(rows: mx.array, size: int) -> list[Turn]:
     # MLX's queue holds the logits of several chunks, and each chunk's place in a task of ten operations is another one.
     # On a CPU the slabs of a product in 16 bits fill the queue.
     ends = 2 if backend.computes_in_fp32() and rows.dtype != mx.float32 else 5
-    return turns([*range(0, tokens, length), tokens], ends)
+    return turns([*range(0, tokens, length), tokens], ends, ends)

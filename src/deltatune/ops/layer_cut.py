@@ -38,7 +38,8 @@ class LayerCut:
     @property
     def spans(self) -> list[Turn]:
         """Where each piece begins and ends."""
-        return turns(self.bounds, ends=2)
+        # The second piece of a row gets something of the first, and the one before the last gives something to it.
+        return turns(self.bounds, 2, 2) if self.axis == TOKENS else turns(self.bounds)
 
     def part(self, x: mx.array, span: Sequence[int]) -> mx.array:
         """Return the part of x [B, T, ...] that belongs to a piece."""

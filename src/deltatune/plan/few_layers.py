@@ -114,6 +114,9 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     A model may give its layers masks by their positions: those kept then have mixers in the order of its first ones.
     """
     layers = describe(model)
+    if len(layers) <= _FEWEST or _held(model) is None:
+        every = list(range(len(layers)))
+        return FewLayers(every, every, {at: _trained(layer) for at, layer in enumerate(layers)}, checkpoints)
     signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(signatures))}
     kinds = [numbers[kind] for kind in signatures]
@@ -125,16 +128,12 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     # A model may look at its first layer with a mixer for the masks of all.
     free, ordered = (_chosen(mixers, kinds, places) for places in (1 + max(map(mixers.index, mixers)), len(kinds)))
     few = FewLayers(kinds, ordered, gradients, checkpoints)
-    if _held(model) is None:
-        return few.every
-    if not among_all:
-        return few
-    for chosen in (free, ordered):
+    for chosen in (free, ordered) if among_all else ():
         with only(model, few._replace(chosen=chosen)):
             alone = _calls(model)
         if _numbered([among_all[at] for at in chosen]) == _numbered(alone):
             return few._replace(chosen=chosen)
-    return few.every
+    return few.every if among_all else few
 
 
 def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
@@ -183,11 +182,11 @@ def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> 
     chosen = [0]
     lacking = set(kinds[1:-1])
     last = list(kinds[-2:])
-    while len(kinds) > _FEWEST:
+    while last:
         behind = range(chosen[-1] + 1, len(kinds))
         able = [at for at in behind if len(chosen) >= in_order or mixers[at] == mixers[len(chosen)]]
         if not able:
-            break
+            return list(range(len(kinds)))
         ends = not lacking and len(chosen) >= _FEWEST - 2
         wanted = {last[0]} if ends else lacking or set(kinds)
         at = next((at for at in able if kinds[at] in wanted), able[0])
@@ -196,9 +195,7 @@ def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> 
         lacking.discard(kinds[at])
         if ends and kinds[at] == last[0]:
             last.pop(0)
-        if not last:
-            return chosen
-    return list(range(len(kinds)))
+    return chosen
 
 
 def _held(model: nn.Module) -> list[nn.Module] | None:

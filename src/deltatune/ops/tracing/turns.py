@@ -16,25 +16,20 @@ from . import trace
 
 
 class Turn(NamedTuple):
-    """One turn of a loop.
-
-    Attributes:
-        start, stop: Where its part begins and ends.
-        left_out: How many turns it stands for, which are not traced; 0 for a turn as it is.
-    """
+    """One turn of a loop, from start to stop, or several that are left out of the trace; 0 for a turn as it is."""
 
     start: int
     stop: int
     left_out: int = 0
 
 
-def turns(bounds: Sequence[int], ends: int = 1) -> list[Turn]:
-    """Return the turns between each two bounds; in the trace of a plan, one for all but `ends` at either end."""
+def turns(bounds: Sequence[int], first: int = 1, last: int = 1) -> list[Turn]:
+    """Return the turns between each two bounds; in the trace of a plan, one for all but the first and the last ones."""
     every = [Turn(*span) for span in pairwise(bounds)]
-    middle = every[ends:-ends]
+    middle = every[first:-last]
     if len(middle) < 2 or not trace.current().shortened:
         return every
-    return [*every[:ends], Turn(middle[0].start, middle[-1].stop, len(middle)), *every[-ends:]]
+    return [*every[:first], Turn(middle[0].start, middle[-1].stop, len(middle)), *every[-last:]]
 
 
 def blank(like: mx.array, length: int, after: Sequence[mx.array], axis: int = 0) -> mx.array:
