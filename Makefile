@@ -135,7 +135,7 @@ on-metal: env
 # The weekly workflow runs it. Other tests know the CPU's choices and sizes.
 METAL_TESTS := $(addprefix tests/ops/,operator linear_attention attention products/test_unpacking_by_time.py) \
         tests/plan/test_fit.py tests/patches/tables/test_mlx_lm.py tests/train/test_loop.py \
-        tests/train/by_layer/test_bounded_runs.py
+        tests/train/test_early_engine.py tests/train/by_layer/test_bounded_runs.py
 test-metal: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --metal $(METAL_TESTS)
 

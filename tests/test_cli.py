@@ -97,13 +97,6 @@ def test_checkpointing_is_a_switch_that_may_be_left_to_the_plan(arguments, value
         assert config("-c", file, *arguments).grad_checkpoint == (value if arguments else other)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("4GB", 4 * 10**9), ("1.5 G", 1_500_000_000), ("500mb", 5 * 10**8), ("7000", 7000)]
-)
-def test_sizes(text, size):
-    assert config("--clear-cache-threshold", text).clear_cache_threshold == size
-
-
 @pytest.mark.bad_input("`deltatune` with {arguments}")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -175,14 +168,6 @@ def test_mistakes_are_one_message_and_exit_code_2(run, arguments, message):
     assert re.search(message, err)
     assert "Traceback" not in out + err
     assert len(err.strip().splitlines()) <= 2
-
-
-def test_unknown_yaml_keys_name_the_nearest(run, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("learning_rat: 1e-4\n")
-    code, _, err = run("train", "-c", file)
-    assert code == 2
-    assert "unknown key 'learning_rat' (did you mean 'learning_rate'?)" in err
 
 
 def test_help_is_grouped_and_complete(run):
@@ -260,27 +245,6 @@ def test_from_scratch_writes_a_checkpoint_that_mlx_lm_loads(run, checkpoint, dat
     assert again == pytest.approx(tested, abs=2e-4)
 
 
-def test_full_fine_tuning_trains_layers_and_leaves_the_rest(run, checkpoint, data, tmp_path):
-    import mlx.core as mx
-
-    out = tmp_path / "out"
-    code, _, err = run("train", "--model", checkpoint, "--data", data, "--batch-size", "2", "--iters", "2",
-                       "--fine-tune-type", "full", "--num-layers", "1", "--adapter-path", out)  # fmt: skip
-    assert code == 0, err
-    before, after = (mx.load(str(folder / "model.safetensors")) for folder in (checkpoint, out))
-    moved = {name for name in before if not mx.array_equal(before[name], after[name])}
-    assert moved
-    assert all(".layers.1." in name for name in moved)
-
-
-def test_the_first_batch_can_be_seen_without_training(run, checkpoint, data, tmp_path):
-    out = tmp_path / "out"
-    code, said, _ = run("train", "--model", checkpoint, "--data", data, "--adapter-path", out, "--show-batch")
-    assert code == 0
-    assert "⟦jumps over⟧⟦<|im_end|>⟧" in said
-    assert not out.exists()
-
-
 def test_generation_follows_seed_template_and_prefill(run, checkpoint):
     base = ["generate", "--model", checkpoint, "--prompt", "the fox", "-m", "8", "--verbose", "false"]
     greedy = run(*base)[1]
@@ -294,14 +258,6 @@ def test_generation_follows_seed_template_and_prefill(run, checkpoint):
     code, _, err = run(*base, "--chat-template-config", "{not json")
     assert code == 2
     assert "--chat-template-config: not JSON" in err
-
-
-def test_a_broken_line_of_data_is_named(run, checkpoint, data, tmp_path):
-    (data / "train.jsonl").write_text(json.dumps(PAIR) + "\n{oops\n")
-    code, _, err = run("train", "--model", checkpoint, "--data", data, "--adapter-path", tmp_path / "out")
-    assert code == 2
-    assert "train.jsonl:2" in err
-    assert not (tmp_path / "out").exists()
 
 
 def test_ctrl_c_before_the_first_step_is_one_message(monkeypatch, run):

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 import deltatune
+from checkpoint_copies import rewritten
 from console import deltatune as deltatune_script
 from deltatune.errors import NotFiniteError, UserError
 from deltatune.models import batch_decoder as answer
@@ -35,12 +36,11 @@ def overflowing(tiny_checkpoint, tmp_path_factory):
     """A model in float16 of finite weights, with a last layer that gives more than 65,504."""
     source = tiny_checkpoint("qwen3_5", dtype=mx.float16, num_hidden_layers=2, full_attention_interval=2)
     folder = shutil.copytree(source, tmp_path_factory.mktemp("overflow") / "model")
-    tensors = mx.load(str(folder / "model.safetensors"))
-    for name in ("up_proj", "down_proj"):
-        path = f"language_model.model.layers.1.mlp.{name}.weight"
-        tensors[path] = mx.sign(tensors[path]) * 2000
-    assert all(mx.isfinite(tensor).all().item() for tensor in tensors.values())
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with rewritten(folder / "model.safetensors") as tensors:
+        for name in ("up_proj", "down_proj"):
+            path = f"language_model.model.layers.1.mlp.{name}.weight"
+            tensors[path] = mx.sign(tensors[path]) * 2000
+        assert all(mx.isfinite(tensor).all().item() for tensor in tensors.values())
     return folder
 
 
@@ -74,8 +74,8 @@ def test_overflow_ends_with_the_layer_and_the_dtype(run, overflowing, data, tmp_
 def test_the_same_weights_in_float32_have_results(run, overflowing, data, tmp_path):
     """float32 is a way out, so the overflow is float16's."""
     folder = shutil.copytree(overflowing, tmp_path / "float32")
-    tensors = {name: tensor.astype(mx.float32) for name, tensor in mx.load(str(folder / "model.safetensors")).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with rewritten(folder / "model.safetensors") as tensors:
+        tensors.update({name: tensor.astype(mx.float32) for name, tensor in tensors.items()})
     for command in ("eval", "generate"):
         code, said, err = run(*words(command, folder, data, tmp_path))
         assert code == 0, err
@@ -122,12 +122,10 @@ def test_several_answers_at_once(overflowing, monkeypatch, covered, temp):
 )
 def test_an_answer_to_a_picture(run, tiny_vision_checkpoint, tmp_path, spoiled, first):
     folder = shutil.copytree(tiny_vision_checkpoint("qwen3_5"), tmp_path / "model")
-    tensors = mx.load(str(folder / "model.safetensors"))
-    for name, tensor in tensors.items():
-        large = mx.sign(tensor) * 3000 if spoiled in name and tensor.ndim == 2 else tensor
-        tensors[name] = large.astype(mx.float16)
-    mx.eval(tensors)
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with rewritten(folder / "model.safetensors") as tensors:
+        for name, tensor in tensors.items():
+            large = mx.sign(tensor) * 3000 if spoiled in name and tensor.ndim == 2 else tensor
+            tensors[name] = large.astype(mx.float16)
     Image.new("RGB", (32, 32), (200, 20, 90)).save(tmp_path / "a.png")
     words = ["generate", "--model", folder, "--prompt", "which?", "-m", 3, "--image", tmp_path / "a.png"]
     code, said, err = run(*words)
@@ -194,11 +192,9 @@ def test_training_is_saved_before_a_nonfinite_validation_loss(run, checkpoint, d
 def test_a_large_loss_has_no_infinite_perplexity(run, checkpoint, data, tmp_path):
     """A head of large weights is sure of wrong tokens: the loss is finite, and its perplexity no float."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
-    tensors = mx.load(str(folder / "model.safetensors"))
-    norm = next(name for name in tensors if name.endswith("model.norm.weight"))
-    tensors[norm] = tensors[norm] * 1e5
-    mx.eval(tensors)
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with rewritten(folder / "model.safetensors") as tensors:
+        norm = next(name for name in tensors if name.endswith("model.norm.weight"))
+        tensors[norm] = tensors[norm] * 1e5
     code, said, err = run("eval", "--model", folder, "--data", data, "--batch-size", 2)
     assert code == 0, err
     assert "test perplexity above 1e+304" in said

@@ -19,7 +19,6 @@ from deltatune.machine import backend
 from deltatune.models import load
 from deltatune.models.vision import load as vision_load
 from deltatune.ops.attention import workloads as attention_workloads
-from deltatune.ops.gated_delta import workloads
 from deltatune.ops.operator.operator import Operator
 from deltatune.patches import evidence
 from deltatune.patches.verify import Serving
@@ -145,12 +144,6 @@ def test_a_fault_that_is_present_would_train_wrong(found, doctor):
     text = doctor(code=1)
     assert "✗ a product present update mlx" in text
     assert "Something here would train wrong" in text
-
-
-@pytest.mark.usefixtures("anew")
-def test_a_wrong_kernel_would_train_wrong(monkeypatch, wrong, doctor):
-    monkeypatch.setattr(workloads, "gated_delta_chunk", wrong)
-    assert "✗ chunk: float32, 1/2 heads of 8 x 8 wrong chunk (" in doctor(code=1)
 
 
 @pytest.mark.usefixtures("anew")

@@ -69,15 +69,12 @@ def test_a_plan_for_metal_counts_with_the_variables_that_a_mac_reads(platform, s
     assert list(environment.queued_on_metal().values()) == sizes
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), (" 2", True), ("0", False), ("", False), ("false", False)])
+@pytest.mark.parametrize(
+    ("value", "on"), [(None, True), ("1", True), (" 2", True), ("0", False), ("", False), ("x", False)]
+)
 def test_tf32_is_read_as_mlx_reads_it(value, on, monkeypatch):
-    monkeypatch.setenv(environment.TF32, value)
+    monkeypatch.setattr(os, "environ", {} if value is None else {environment.TF32: value})
     assert environment.tf32() is on
-
-
-def test_unset_is_mlxs_default(monkeypatch):
-    monkeypatch.delenv(environment.TF32)
-    assert environment.tf32()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from deltatune.errors import UserError
 from deltatune.machine import environment, threads
 from deltatune.machine.threads import Threads, choose, quota, ranks_here, share
 
@@ -51,13 +50,6 @@ def test_a_rare_stall_counts(monkeypatch):
 def test_forced_number_of_threads_is_not_tried(monkeypatch):
     monkeypatch.setenv(environment.THREADS, "3")
     assert str(choose(lambda number: pytest.fail("tried"))) == "3 threads (DELTATUNE_THREADS=3)"
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "two"])
-def test_a_wrong_number_is_refused(monkeypatch, value):
-    monkeypatch.setenv(environment.THREADS, value)
-    with pytest.raises(UserError, match="expected a number of threads from 1 to 9999"):
-        choose(idle)
 
 
 def ring(monkeypatch, tmp_path, ranks: list[list[str]], rank: int) -> None:

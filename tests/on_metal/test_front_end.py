@@ -4,6 +4,7 @@ No Metal compiler is run. Clang sees what is not C++ for OpenCL, words that the 
 to bf16 and arrays that stay out of registers.
 """
 
+import re
 import sys
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import pytest
 
 import metal_kernels
 from deltatune.ops.decoding import attention_token, delta_token, sampled_token
+from deltatune.ops.kernels.launch import header, kernel_of
 from deltatune.ops.pointwise.conv import NormedHeads
 from metal_front_end import compiling, launches, registers, text
 
@@ -38,6 +40,14 @@ ANY = CALLS[0].launches[1]
 @pytest.mark.parametrize("launch", [launch for _, launch in KERNELS], ids=IDS)
 def test_clang_takes_each_kernel_without_implicit_conversions_to_bf16(launch):
     assert compiling.check(launch) == []
+
+
+def test_mlx_gets_no_comment_and_no_indentation_to_join_at_each_launch(monkeypatch):
+    texts = []
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda *given: texts.append(given[4]))
+    kernel_of("metal", ANY.kernel, ("x",), ("y",), "a source of this test alone", 0, 0)
+    assert not re.search(r"//|\n\s", texts[0])
+    assert len(texts[0]) < 0.8 * len(header("metal", ANY.kernel.files))
 
 
 PLANTED = {
@@ -84,7 +94,7 @@ def test_no_scan_keeps_an_array_out_of_registers(name):
     assert registers.stack_arrays(compiling.lowered(SCANS[name])) == []
 
 
-@pytest.mark.parametrize("launch", [call.launches[0] for call in CALLS[-2:]], ids=lambda launch: launch.name)
+@pytest.mark.parametrize("launch", [call.launches[0] for call in CALLS[-3:]], ids=lambda launch: launch.name)
 def test_kernels_of_a_token_have_registers_for_their_numbers(launch):
     assert registers.live_floats(compiling.lowered(launch)) <= metal_kernels.MOST_REGISTERS
 

@@ -58,8 +58,8 @@ def test_every_command_works(on_mac, checkpoint, tiny_checkpoint, data, tmp_path
     shutil.copy(data / "valid.jsonl", data / "test.jsonl")
     adapter = ["--model", checkpoint, "--adapter-path", tmp_path / "run"]
     trained = programs.train(checkpoint, data, tmp_path / "run")
-    theirs = programs.train(checkpoint, data, tmp_path / "theirs")
-    theirs[0] = "--train"
+    theirs = ["--train", "--model", checkpoint, "--data", data, "--adapter-path", tmp_path / "theirs", "--iters", 2]
+    theirs += ["--batch-size", 2, "--max-seq-length", 32, "--val-batches", 1, "--num-layers", 2]
     found = on_mac(
         trained,
         programs.train(mixture, data, tmp_path / "mixture"),
@@ -68,7 +68,9 @@ def test_every_command_works(on_mac, checkpoint, tiny_checkpoint, data, tmp_path
         ["generate", *adapter, "--prompt", "which?", "--max-tokens", 3],
         ["chat", *adapter],
         ["merge", *adapter, "--save-path", tmp_path / "merged"],
-        ["export", *adapter, "--to", "peft", "--save-path", tmp_path / "peft"],
+        *(["export", *adapter, "--to", kind, "--save-path", tmp_path / kind] for kind in ("peft", "mlx")),
+        ["import", "--model", checkpoint, "--peft", tmp_path / "peft", "--save-path", tmp_path / "imported"],
+        ["runs", tmp_path],
         ["run", "--", "mlx_lm.lora", *theirs],
         ["doctor", "--model", checkpoint],
     )

@@ -58,15 +58,6 @@ def test_an_option_of_adapters_at_the_top_of_a_file_is_sent_to_its_place():
         build(TrainConfig, {"rank": 8}, "c.yaml")
 
 
-def test_a_file_is_refused_before_anything_is_looked_for(run, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("model: /none\niters: many\nlora_parameters: {rank: 0}\n")
-    code, out, err = run("train", "-c", file)
-    rank = "lora_parameters: rank: expected a whole number of 1 or more, got 0."
-    assert (code, out) == (2, "")
-    assert err == f"deltatune: {file}: iters: expected a whole number of 1 or more, got 'many'.\n{file}: {rank}\n"
-
-
 @pytest.mark.parametrize("name", ["memory", "clear_cache_threshold"])
 def test_sizes_are_texts_in_files_and_python_too(name):
     sizes = {"12GB": 12 * 10**9, "1.5 gb": 1_500_000_000, "500M": 500 * 10**6, "12GiB": 12 * 2**30, "7000": 7000}

@@ -12,6 +12,7 @@ from parity.faults import falls, recorded
 from deltatune.data.example import Example
 from deltatune.models.mtp import two_ahead
 from deltatune.ops import divergence
+from deltatune.options.conditions import changed_options
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import initial_adapters
 from deltatune.train import mtp_loss
@@ -39,6 +40,11 @@ def test_every_loss_and_the_final_adapters_are_those_of_the_reference(name):
     assert falls(recorded(name.removesuffix(" sampled")).losses)
     found = replay(name)
     assert found.small, found
+
+
+def test_every_option_of_heads_is_in_a_case():
+    tried = {name for case in ahead.CASES.values() for name in changed_options(case.config)}
+    assert {"mtp", "mtp_weight", "mtp_trunk_gradient"} <= tried
 
 
 def no_reference(monkeypatch):

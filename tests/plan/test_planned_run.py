@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from console import deltatune
 from deltatune import LoraConfig, PlannedRun, TrainConfig, finetune, generate
 from deltatune.errors import UserError
+from deltatune.machine import backend
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.plan import fit, planned_run
 from deltatune.plan.array_layout import ArrayLayout
@@ -83,6 +85,10 @@ def test_a_plan_is_announced_where_it_takes_longer_than_a_moment(options, tmp_pa
     monkeypatch.setattr(planned_run, "_MOMENT", 0.0)
     run.trainer()
     assert "Planning the step's memory\n" in capsys.readouterr().out
+    monkeypatch.setattr(backend, "compares_times", lambda: True)
+    with planned_run._announced(run.screen):
+        time.sleep(0.1)
+    assert "Planning the step's memory; at the first start Metal compiles each kernel" in capsys.readouterr().out
 
 
 @pytest.mark.bad_input("`finetune` without a model or data")

@@ -139,15 +139,6 @@ def test_an_error_in_one_row_is_not_hidden_by_the_large_results_of_another():
     assert case.errors([mx.array(found)], [truth])["y"] > 0.01
 
 
-def test_norms():
-    truth = np.array([3.0, 4.0])
-    assert relative_norm(np.array([3.0, 4.5]), truth) == pytest.approx(0.1)
-    assert relative_norm(np.array([3.0, np.nan]), truth) == float("inf")
-    assert relative_norm(np.zeros(3), truth) == float("inf")
-    assert relative_norm(np.zeros(2), np.zeros(2)) == 0.0
-    assert relative_norm(np.ones(2), np.zeros(2)) == float("inf")
-
-
 def test_experts(monkeypatch):
     mixture = experts.Mixture("small", 40, 2, 4, 64, 32)
     assert experts.compare(mixture).status == PASSED
@@ -317,21 +308,14 @@ def test_a_gpus_implementation_is_tried_and_then_compared(candidate):
     assert implementations.compare(GATED_DELTA, "native", SMALL[0]).detail == "it does not cover this: heads too odd"
 
 
-def test_every_implementation_that_is_right_is_timed_at_each_length(candidate, monkeypatch):
+def test_every_implementation_that_is_right_is_timed_at_each_length(candidate, fused, monkeypatch):
     assert hardware.implementations(ATTENTION, True).status == PASSED
-    lengths = []
-
-    def fused(*arrays, **options):
-        lengths.append(arrays[0].shape[1])
-        return gated_delta_chunk(*arrays, **options)
-
-    candidate("fused", fused)
+    fused()
     candidate("native", wrong)
     monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
     monkeypatch.setattr(hardware, "_LENGTHS", (5, 70))
     timed = hardware.implementations(GATED_DELTA, False).facts["milliseconds"]
     assert [(length, *sorted(by_name)) for length, by_name in timed.items()] == [(n, "chunk", "fused") for n in (5, 70)]
-    assert {5, 70} <= set(lengths)
     assert all(ms > 0 for by_name in timed.values() for ms in by_name.values())
 
 

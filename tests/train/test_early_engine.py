@@ -147,7 +147,7 @@ def test_when_iterations_start_early(make_trainer, early_starts, monkeypatch):
             self.size, self.backend = 2, backend
 
     config = TrainConfig()
-    for device, expected in (("cpu", False), ("metal", False), ("cuda", True)):
+    for device, expected in (("cpu", False), ("metal", True), ("cuda", True)):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert may_start_early(config, World()) is expected
     assert may_start_early(config, Ranks("nccl"))

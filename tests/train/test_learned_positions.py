@@ -2,12 +2,9 @@
 
 import json
 import re
-import shutil
 from types import SimpleNamespace
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models import gpt2
 
 from conftest import write_checkpoint
@@ -17,6 +14,8 @@ from deltatune.train.learned_positions import check_positions, learned_positions
 from families import OTHERS, PLAIN
 
 CONFIG = OTHERS["gpt2"] | {"model_type": "gpt2", "vocab_size": 320}
+BASE = PLAIN | {"head_dim": 16, "rope_theta": 10000.0, "tie_word_embeddings": True}
+DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +54,20 @@ def test_positions_that_depend_on_the_row_s_length_are_found(tiny_model, scaling
     assert learned_positions(made) is None
 
 
-@pytest.mark.bad_input("a row that is longer than rotary positions of dynamic scaling stay the same")
-def test_rows_with_positions_that_depend_on_their_length_are_refused(tiny_checkpoint, tmp_path):
-    scaling = {"type": "dynamic", "factor": 4.0}
-    folder = tiny_checkpoint("qwen3", rope_scaling=scaling, max_position_embeddings=64)
+@pytest.mark.bad_input("a row that is longer than {case}")
+@pytest.mark.parametrize(
+    ("case", "config", "said"),
+    [
+        ("a model's table of learned positions", CONFIG, ":1: its row has"),
+        (
+            "rotary positions of dynamic scaling stay the same",
+            BASE | DYNAMIC | {"model_type": "qwen3"},
+            "beyond 64 the model's rotary positions depend on the length of the row",
+        ),
+    ],
+)
+def test_commands_refuse_such_a_row(case, config, said, tmp_path):
+    folder = write_checkpoint(tmp_path / "model", config)
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 40}) + "\n")
     flags = ("--model", folder, "--data", tmp_path, "--batch-size", 1)
@@ -66,30 +75,12 @@ def test_rows_with_positions_that_depend_on_their_length_are_refused(tiny_checkp
     for command, *more in (("plan", *run), ("train", *run), ("eval",)):
         refused = called(command, *flags, *more)
         assert refused.returncode == 2, refused.stdout
-        assert "beyond 64 the model's rotary positions depend on the length of the row" in refused.stderr
+        assert said in refused.stderr
         assert "give --max-seq-length 64." in refused.stderr
     trained = called("train", *flags, *run, "--max-seq-length", 64)
     assert trained.returncode == 0, trained.stderr
 
 
-@pytest.mark.bad_input("a row that is longer than a model's table of learned positions")
-def test_train_and_plan_refuse_such_a_row(model, tiny_checkpoint, tmp_path):
-    folder, data = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "gpt2"), tmp_path / "data"
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    data.mkdir()
-    (data / "train.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 40}) + "\n")
-    flags = ("--model", folder, "--data", data, "--batch-size", 1, "--iters", 1, "--adapter-path", tmp_path / "out")
-    for command in ("plan", "train"):
-        refused = called(command, *flags)
-        assert refused.returncode == 2, refused.stdout
-        assert "train.jsonl:1: its row has" in refused.stderr
-        assert "give --max-seq-length 64." in refused.stderr
-    trained = called("train", *flags, "--max-seq-length", 64)
-    assert trained.returncode == 0, trained.stderr
-
-
-BASE = PLAIN | {"head_dim": 16, "rope_theta": 10000.0, "tie_word_embeddings": True}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -107,7 +98,7 @@ CONFIGS = {
         "layer_types": WINDOWS,
     },
     "qwen3 yarn": {"rope_scaling": YARN},
-    "qwen3 dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64},
+    "qwen3 dynamic": DYNAMIC,
     "gemma3_text": {"sliding_window": 48, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
     "gpt_oss": {"sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": WINDOWS},
     "olmo3": {"sliding_window": 48, "layer_types": WINDOWS, "attention_bias": False, "rope_scaling": YARN},

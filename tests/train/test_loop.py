@@ -15,13 +15,19 @@ from mlx.utils import tree_flatten
 
 from deltatune.data import Example, Splits
 from deltatune.errors import NoResultError, UserError
-from deltatune.train import StoppedError
+from deltatune.train import StoppedError, engine
 from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.reports import log
 from deltatune.train.step import Step
 from killed_runs import adapters, same
 
 ONLY = {"val_batches": 0}
+
+
+@pytest.fixture(autouse=True)
+def in_turns(monkeypatch):
+    """No iteration starts early, on a GPU either: test_early_engine.py has those."""
+    monkeypatch.setattr(engine, "may_start_early", lambda *_: False)
 
 
 def test_a_run_learns_reports_saves_and_says_what_it_does(make_trainer, screen_text, tmp_path, read_metrics):

@@ -31,14 +31,10 @@ _LIMIT = 300
 
 @dataclass(frozen=True)
 class ReachedKernel:
-    """One custom kernel that a training forward calls.
+    """One custom kernel that a training forward calls, and the module and the function that call it.
 
-    Args:
-        name: The kernel's name.
-        caller: The module and the function that call it.
-        calls: How often they call it.
-        differentiable: False where the backward pass reaches the kernel itself, so that training fails there. True
-            where a custom function around it has the gradient, or nothing trains through it.
+    It is not `differentiable` where the backward pass reaches the kernel itself, so that training fails there. It is
+    where a custom function around it has the gradient, or nothing trains through it.
     """
 
     name: str
@@ -54,17 +50,9 @@ class ReachedKernel:
 def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
     """Trace a training forward of a model of mlx-lm or mlx-vlm, with an image where the model reads images.
 
-    Nothing is computed. Of the weights only the dtype matters, since MLX chooses kernels by it.
-
-    Args:
-        model: The model.
-        patches: Whether deltatune's patches are in force, as in training; False traces upstream alone.
-
-    Returns:
-        The custom kernels that the forward calls.
-
-    Raises:
-        UserError: If the forward cannot be built or traced, with upstream's words, or not within _LIMIT.
+    Returns the custom kernels that it calls, with deltatune's patches in force as in training, or without. Nothing is
+    computed; of the weights only the dtype matters, by which MLX chooses kernels. UserError if the forward cannot be
+    built or traced, with upstream's words, or not within _LIMIT seconds.
     """
     module = type(model).__module__
     arguments = model.config if "config" in vars(model) else getattr(model, "args", None)

@@ -57,18 +57,11 @@ class Patches:
 
 @dataclass
 class Forward:
-    """A training forward of a model.
+    """A training forward of a model on `text` or `images`, with the package that defines it.
 
-    Args:
-        data: `text` or `images`.
-        package: The package that defines the model.
-        delta: How many gated-delta layers the model has.
-        unreached: Paths of the gated-delta layers that do not call deltatune's operator.
-        served: For gated delta, attention and experts, how many layers each implementation serves in training, by
-            name; "" counts those that upstream's own code serves.
-        kernels: The custom kernels that the forward reaches.
-        untrainable: A sentence for each kernel through which training fails.
-        untraced: Why the kernels are not known; None where they are.
+    It has `delta` gated-delta layers, of which the `unreached` do not call deltatune's operator. `served` counts, for
+    each operator, the layers by implementation, under "" those that upstream's own code serves. `untrainable` has a
+    sentence for each kernel through which training fails; `untraced` says why the kernels are not known.
     """
 
     data: str
@@ -83,16 +76,10 @@ class Forward:
 
 @dataclass
 class Layers:
-    """A model's layers.
+    """A model's layers, counted by kind, and its training forwards on text and on images.
 
-    Args:
-        path: The model's folder or repository.
-        kinds: How many layers there are of each kind.
-        experts: How many layers have experts.
-        forwards: Its training forwards, on text and on images.
-        left_out: Sentences on parts that were not examined, and why.
-        without_row: A sentence on the tokens that its embedding has no row for; None where it has rows for all.
-        known_faults: A sentence on each known fault of the model in mlx-lm.
+    `left_out` says which parts were not examined and why, `without_row` which tokens have no row in the embedding, and
+    `known_faults` what is wrong with the model in mlx-lm.
     """
 
     path: str
@@ -135,12 +122,9 @@ class Examination:
 
 
 def examine(model: str | None = None) -> Examination:
-    """Examine this machine, and `model` where one is given.
+    """Examine this machine, and `model` if one is given, which is a UserError where it cannot be loaded.
 
     This takes some seconds, and longer where kernels are compiled for the first time.
-
-    Raises:
-        UserError: `model` cannot be loaded.
     """
     layers = None if model is None else _layers(model)
     for operator in operators.OPERATORS:

@@ -20,17 +20,11 @@ from ..ops.operator.verdicts import Verdict
 
 @dataclass
 class Finding:
-    """The result of one implementation on one class of shapes.
+    """The result of one implementation on one class of shapes, with the reason for its status in `detail`.
 
-    Args:
-        implementation: Its name.
-        shape: The class of shapes, in words.
-        status: `right`, `TF32`, `wrong`, `refused` or `not covered`.
-        detail: Why it has this status.
-        errors: The largest error of each result, relative to the largest element.
-        worst: The name of the result with the largest error relative to its bound.
-        bound: The largest error allowed for that result.
-        seconds: How long its trial took, in which kernels are built that no process has built before.
+    The status is `right`, `TF32`, `wrong`, `refused` or `not covered`. Errors are relative to the largest element, and
+    the `worst` to its `bound`. `seconds` is the time of the trial, in which kernels are built that no process has built
+    before.
     """
 
     implementation: str
@@ -49,13 +43,7 @@ class Finding:
 
 @dataclass
 class OperatorFindings:
-    """The findings on one operator.
-
-    Args:
-        name: Its name in Python.
-        order: The implementations that may serve here, in order of preference, and the reason, in words.
-        findings: The result of each implementation.
-    """
+    """The findings on one operator, and the order of the implementations that may serve here, with the reason."""
 
     name: str
     order: str
@@ -91,12 +79,9 @@ def _of_operator(operator: Operator) -> OperatorFindings:
 
 @dataclass
 class Times:
-    """How long the right implementations take for a forward and a backward pass on one class of shapes.
+    """The shortest milliseconds of a forward and a backward pass on one class of shapes, by right implementation.
 
-    Args:
-        calls: The operator and the class of shapes, in words.
-        milliseconds: By implementation, the shortest time.
-        changing: The implementations with bits that differ from run to run, which serve only where they are forced.
+    Those of which bits differ from run to run are `changing`; they serve only where they are forced.
     """
 
     calls: str

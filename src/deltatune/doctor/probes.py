@@ -26,15 +26,10 @@ _EXPERTS, _INNER, _OUT = 4, 64, 128
 
 @dataclass(frozen=True)
 class Fault:
-    """A known fault, and whether this machine has it.
+    """A known fault, and whether this machine has it, with the finding in words.
 
-    Args:
-        name: The fault's name.
-        status: `absent`; `avoided`, where deltatune computes another way; `present`, where training would be wrong; or
-            `not run`.
-        detail: The finding, in words.
-        error: The largest error relative to the largest element, inf where a result was not finite; None where
-            nothing was measured.
+    Its status is `absent`; `avoided`, where deltatune computes another way; `present`, where training would be wrong;
+    or `not run`. The error is relative to the largest element, and infinite where a result was not finite.
     """
 
     name: str

@@ -35,17 +35,10 @@ _MARKS = {
 
 
 def print_examination(machine_readable: bool = False, model: str | None = None) -> int:
-    """Examine this machine and print the result.
+    """Examine this machine, and a model by its folder or repository, and print the result, if asked as JSON.
 
-    Args:
-        machine_readable: Whether to print JSON.
-        model: The folder or repository of a model to examine as well.
-
-    Returns:
-        The exit code: 1 where training here would compute wrong numbers or the model cannot be trained, else 0.
-
-    Raises:
-        UserError: `model` cannot be loaded.
+    Returns the exit code: 1 where training here would compute wrong numbers or the model cannot be trained, else 0.
+    UserError if the model cannot be loaded.
     """
     if machine_readable:
         examination = examine(model)

@@ -13,13 +13,10 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[Path], object], keep: Path | None = None) -> None:
-    """Replace `path` atomically by the file that `write` makes.
+    """Replace `path`, in a folder that exists, by the file that `write` makes at the temporary path beside it.
 
-    Args:
-        path: The file to replace; its folder must exist.
-        write: Is called with the path of a temporary file in the same folder, which it must create.
-        keep: Where the replaced file is moved once the new one is complete. A kill between the two moves leaves the
-            file there, and none at `path`.
+    The replaced file is moved to `keep` once the new one is complete. A kill between the two moves leaves it there, and
+    no file at `path`.
     """
     # Two threads may write one file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
@@ -40,15 +37,9 @@ def replace_file(path: Path, write: Callable[[Path], object], keep: Path | None 
 
 
 def replace_durably(path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None) -> None:
-    """Replace `path` atomically, so that the new file survives a power cut; missing folders are created.
+    """Replace `path` atomically by what `write` puts into an open file, so that the file survives a power cut.
 
-    Args:
-        path: The file to replace.
-        write: Is called with an open binary file, into which it writes the content.
-        keep: Where the replaced file is moved, as in replace_file.
-
-    Raises:
-        OSError: If the file system refuses.
+    Missing folders are created; `keep` is as in replace_file. May raise OSError.
     """
 
     def write_and_flush(temporary: Path) -> None:
@@ -63,13 +54,10 @@ def replace_durably(path: Path, write: Callable[[BinaryIO], object], keep: Path 
 
 
 def flush(descriptor: int) -> None:
-    """Flush an open file to the disk, so that its content survives a power cut.
+    """Flush an open file to the disk, so that its content survives a power cut; OSError where the file system refuses.
 
     On macOS fsync leaves the content in the drive's own memory, and F_FULLFSYNC does not. A file system that lacks
     F_FULLFSYNC, as those of network drives do, gets fsync.
-
-    Raises:
-        OSError: If the file system refuses.
     """
     if sys.platform == "darwin":
         import fcntl

@@ -28,11 +28,7 @@ def facts() -> dict[str, str]:
 
 
 def here(values: Mapping[str, Value], other: Value | None = None) -> Value:
-    """Return the value for MLX's default device of a table by device; `other` for a device that is not in it.
-
-    Raises:
-        KeyError: The device is not in the table, and there is no `other`.
-    """
+    """Return the value for MLX's device of a table by device, or `other`; KeyError for a device with neither."""
     return values[device()] if other is None else values.get(device(), other)
 
 
@@ -44,6 +40,11 @@ def builds_kernels() -> bool:
 def launches_ahead() -> bool:
     """Whether the host launches work long before it is computed, and loses time when it waits: on NVIDIA GPUs."""
     return device() == "cuda"
+
+
+def computes_beside_host() -> bool:
+    """Whether the device computes while the host builds what follows: on GPUs."""
+    return device() != "cpu"
 
 
 def has_own_memory() -> bool:

@@ -16,10 +16,5 @@ importlib.import_module("bare_program." + sys.argv[2]).main(*sys.argv[3:])
 
 
 def command(module: Path, *arguments: object) -> list[str]:
-    """Return the words of a command that calls main(*arguments) of a module.
-
-    Args:
-        module: The file of the module, which imports only files beside it and other packages.
-        arguments: The arguments, which reach main as text.
-    """
+    """Return the words of a command that calls main(*arguments) of a file, which imports only files beside it."""
     return [sys.executable, "-P", "-u", "-c", _START, str(module.parent), module.stem, *map(str, arguments)]

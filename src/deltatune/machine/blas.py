@@ -33,15 +33,11 @@ class BlasWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Status:
-    """Which BLAS computes MLX's matrix products.
+    """Which BLAS computes MLX's matrix products: `openblas`, `accelerate` or `system` (MLX's own).
 
-    Attributes:
-        name: `openblas`, `accelerate` or `system` (MLX's own).
-        detail: The version of the BLAS, or the reason why MLX keeps its own.
-        threads: The number of threads that OpenBLAS uses; None for another BLAS.
-        path: The OpenBLAS library that was loaded; None for another BLAS.
-        expected: Whether MLX's own BLAS is right here, or the user asked for it, so that no warning is due.
-        kernels: The CPU family of the kernels that OpenBLAS chose; OPENBLAS_CORETYPE forces one.
+    `detail` is its version, or the reason why MLX keeps its own; no warning is due where that is `expected`. Of
+    OpenBLAS alone the threads, the `path` of the library and the CPU family of its `kernels`, which OPENBLAS_CORETYPE
+    forces, are known.
     """
 
     name: str
@@ -75,17 +71,10 @@ def load() -> Status:
 
 
 def use_threads(number: int, why: str) -> bool:
-    """Set the number of threads of OpenBLAS.
+    """Set the number of threads of OpenBLAS, with the reason that is shown; return whether it has changed.
 
     Nothing changes if MLX does not use OpenBLAS, DELTATUNE_THREADS is set, or `number` exceeds this process's share of
     the cores.
-
-    Args:
-        number: The number of threads.
-        why: The reason, shown wherever the number is reported.
-
-    Returns:
-        Whether the number of threads has changed.
     """
     global _status
     current = status()
@@ -156,12 +145,7 @@ def without_prefix(source: Path, cache: Path) -> Path:
     """Copy the library `source` into `cache` without the prefix `scipy_` of its symbols, and return the copy's path.
 
     The copy is made once. A file beside it holds its digest, which is checked at every call: a damaged or incomplete
-    copy is made again.
-
-    Raises:
-        LookupError: If patchelf is missing.
-        OSError: If the cache cannot be written.
-        subprocess.CalledProcessError: If patchelf fails.
+    copy is made again. LookupError if patchelf is missing, OSError or CalledProcessError if the copy cannot be made.
     """
     stamp = source.stat()
     key = hashlib.sha256(f"{source}:{stamp.st_size}:{stamp.st_mtime_ns}".encode()).hexdigest()[:16]

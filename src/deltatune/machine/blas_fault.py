@@ -28,14 +28,7 @@ Multiply = Callable[..., None]
 
 @dataclass(frozen=True)
 class BlasCase:
-    """One call of sgemm, C = A B.
-
-    Attributes:
-        name: The case in words, for messages.
-        rows: The rows of A and C.
-        offset: The distance of B from a multiple of 64 bytes.
-        initial: The value that fills C before the call.
-    """
+    """One call of sgemm, C = A B: C is filled with `initial`, and B starts `offset` bytes after a multiple of 64."""
 
     name: str
     rows: int
@@ -56,12 +49,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The result of the probe.
-
-    Attributes:
-        library: The file of the sgemm that MLX calls; None if no sgemm was found.
-        wrong: The names of the cases with a wrong product.
-    """
+    """The file of the sgemm that MLX calls, None if none was found, and the names of the cases with a wrong product."""
 
     library: str | None
     wrong: tuple[str, ...] = ()

@@ -25,11 +25,7 @@ class DamagedFileError(ValueError):
 
 
 class SummedFile:
-    """A binary file that computes the checksum of a safetensors file, written into it from start to end.
-
-    Args:
-        file: The open file. The metadata that is written into it must hold BLANK under KEY.
-    """
+    """A binary file that sums a safetensors file, written from start to end with BLANK under KEY in its metadata."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -64,12 +60,7 @@ class SummedFile:
 
 
 def check(path: Path) -> bool:
-    """Compare a file's content with the checksum in it, and return whether it holds one.
-
-    Raises:
-        DamagedFileError: If the content does not fit the checksum.
-        OSError: If the file cannot be read.
-    """
+    """Return whether a file holds a checksum; DamagedFileError where its content does not fit that."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         start = file.read(_START)

@@ -53,13 +53,10 @@ def not_compiled() -> Iterator[None]:
 
 @contextmanager
 def without_kernels() -> Iterator[str]:
-    """Keep mx.compile from building kernels inside a `with` block.
+    """Keep mx.compile from building kernels inside a `with` block, which gets `compiled ...` or `not compiled ...`.
 
     On Metal, and if this MLX lacks the compile mode, mx.compile stays as it is. Blocks may be nested: the end of the
     outermost one restores mx.compile.
-
-    Yields:
-        How a step is compiled inside the block, in words: `compiled ...` or `not compiled ...`.
     """
     global _depth
     if not compiles():

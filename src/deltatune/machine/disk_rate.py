@@ -17,12 +17,9 @@ _TIMES = 16
 
 
 def measured(file: Path, seconds: float = 1.0, *, cached: bool = False) -> float:
-    """Return how many bytes of `file` arrive a second.
+    """Return how many bytes of `file` arrive a second, read at random places past the page cache or through it.
 
-    Args:
-        file: The file, of which pieces at random places are read.
-        seconds: For how long, unless all of the file has been read several times before.
-        cached: Whether the page cache may serve; by default the file is read past it.
+    It reads for `seconds`, unless all of the file has been read several times before.
     """
     size = file.stat().st_size
     draw = random.Random(0)

@@ -41,8 +41,7 @@ BLAS_CHOICES = ("openblas", "system")
 def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
     """Raise UserError if a variable of deltatune, or one of MLX's that it sets, has an unknown value.
 
-    Args:
-        implementations: By operator, the implementations that its variable may force.
+    `implementations` has, by operator, the implementations that its variable may force.
     """
     for read in (blas, threads, cache_directory):
         read()
@@ -96,8 +95,7 @@ def cores() -> int:
 def cache_directory() -> Path:
     """Return the folder of kernel verdicts and prepared libraries: DELTATUNE_CACHE, else the user's cache folder.
 
-    Raises:
-        UserError: DELTATUNE_CACHE is a file, or it is not set and the user has no home.
+    UserError if DELTATUNE_CACHE is a file, or if it is not set and the user has no home.
     """
     value = os.environ.get(CACHE)
     if value:

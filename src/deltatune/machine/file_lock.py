@@ -44,11 +44,9 @@ class FileLock:
         self._made: list[Path] = []
 
     def acquire(self) -> None:
-        """Take the lock.
+        """Take the lock. HeldError if another process, or another FileLock of this one, has it.
 
-        Raises:
-            HeldError: If another process, or another FileLock of this one, has it.
-            OSError: If the file cannot be made, or the file system gives it another number each time it is asked.
+        OSError if the file cannot be made, or the file system gives it another number each time it is asked.
         """
         folders = [folder for folder in (self.path.parent, *self.path.parent.parents) if not folder.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)

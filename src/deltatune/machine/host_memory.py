@@ -24,12 +24,7 @@ _FILES = (
 
 
 class Container(NamedTuple):
-    """The memory of a container, in bytes.
-
-    Attributes:
-        limit: The container's limit.
-        left: The memory left, with pages of files given back; the limit where the usage is unknown.
-    """
+    """A container's memory in bytes: its limit, and that left with pages of files given back, all if unknown."""
 
     limit: int
     left: int

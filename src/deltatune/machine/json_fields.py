@@ -14,13 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FieldKind:
-    """The values that a field may hold.
-
-    Attributes:
-        words: The kind as messages name it.
-        fits: Whether a value is of the kind.
-        null: Whether null stands for the default of the field.
-    """
+    """The values of a field: their kind in words, its test, and whether null stands for the default."""
 
     words: str
     fits: Callable[[Any], bool]

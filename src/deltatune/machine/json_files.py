@@ -12,15 +12,7 @@ from .json_fields import FIELDS, FieldKind, Fields
 
 
 def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
-    """Read a JSON object from a file, and check the types of its fields.
-
-    Args:
-        path: The file.
-        name: The entry of FIELDS that lists its fields; by default the name of the file.
-
-    Raises:
-        UserError: The file is unreadable, not JSON, or holds another kind of value than libraries expect.
-    """
+    """Read a JSON object with the fields that FIELDS lists under `name`, by default the file's; may raise UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -34,16 +26,7 @@ def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
 
 
 def check_fields(content: dict[str, Any], fields: Fields, where: str) -> None:
-    """Check the fields of an object for their types.
-
-    Args:
-        content: The object. Fields that the table does not list are not looked at.
-        fields: For each field its kind, or the table of the object that it holds.
-        where: The file and the path of the object in it, with which messages begin.
-
-    Raises:
-        UserError: A field holds another kind of value.
-    """
+    """Check the types of the fields of an object that a table lists; UserError, which begins with `where`."""
     for name, kind in fields.items():
         value = content.get(name)
         if name not in content or (value is None and (not isinstance(kind, FieldKind) or kind.null)):

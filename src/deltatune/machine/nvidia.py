@@ -24,12 +24,7 @@ HOPPER = 90
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a GPU.
-
-    Attributes:
-        block_bytes: The most shared memory that one thread block may use, in bytes.
-        multiprocessors: The number of multiprocessors, which is how many such blocks run at once.
-    """
+    """The shared memory in bytes that a GPU's thread block may use, and how many such blocks run at once."""
 
     block_bytes: int
     multiprocessors: int

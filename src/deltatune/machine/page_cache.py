@@ -14,11 +14,7 @@ _GLOBAL_NOCACHE, _NOCACHE = 55, 48
 
 
 class PageCache:
-    """The pages of some files that the system keeps in memory.
-
-    Args:
-        files: The files. On macOS they are not cached while this object lives.
-    """
+    """The pages of some files that the system keeps in memory. On macOS none is cached while this object lives."""
 
     def __init__(self, files: Sequence[Path]):
         self._open = [os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for file in files]

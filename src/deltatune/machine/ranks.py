@@ -41,10 +41,7 @@ def number() -> int | None:
 def say_error(message: str, everywhere: bool | None = None) -> None:
     """Write the message with which this process ends to standard error, unless rank 0 says it.
 
-    Args:
-        message: The message.
-        everywhere: Whether every rank ends with this error; None where this is not known, so that this rank waits for
-            rank 0's message.
+    `everywhere` tells whether every rank ends with this error; where it is None, this rank waits for rank 0's message.
     """
     rank = number()
     if rank == 0:

@@ -26,14 +26,10 @@ class MissingBackendError(UserError, ImportError):
 
 
 def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
-    """Prepare MLX, which must not have been used before.
+    """Prepare MLX, unused so far, with the implementations that each operator's variable may force.
 
-    Args:
-        implementations: By operator, the implementations that its environment variable may force.
-
-    Raises:
-        UserError: An environment variable has an unknown value.
-        MissingBackendError: MLX cannot be imported. Neither is raised if this process is the command line.
+    UserError for a variable of unknown value and MissingBackendError if MLX cannot be imported, neither if this process
+    is the command line.
     """
     global _problem
     try:

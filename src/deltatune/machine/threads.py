@@ -38,13 +38,10 @@ class Threads:
 
 
 def choose(seconds: Callable[[int], float]) -> Threads:
-    """Choose the number of BLAS threads.
+    """Choose the number of BLAS threads by `seconds`, which times one matrix product with a number of threads.
 
     DELTATUNE_THREADS forces a number. Otherwise the choice starts at this process's share of the cores, and halves it
     while half as many threads are about as fast.
-
-    Args:
-        seconds: Times one matrix product with a number of threads, and returns the seconds that it took.
     """
     forced = environment.threads()
     if forced is not None:
@@ -160,11 +157,8 @@ def _read_v1(folder: Path) -> float | None:
 def product(library: ctypes.CDLL, most: int) -> Callable[[int], float]:
     """Return a function that multiplies two fp32 matrices with a number of threads and returns the seconds it took.
 
-    The work per thread stays about the same: the matrices grow with the number of cores, 384 x 384 for two.
-
-    Args:
-        library: OpenBLAS, without the prefix of its symbols.
-        most: The largest number of threads that will be tried.
+    The matrices grow with `most`, the largest number that will be tried: 384 x 384 for two. `library` is OpenBLAS,
+    without the prefix of its symbols.
     """
     side = 64 * round(5 * most ** (1 / 3))
     matrices = [(ctypes.c_float * (side * side))() for _ in range(3)]

@@ -19,7 +19,8 @@ ROWS_TIMES = {"cpu": 1, "metal": 1, "cuda": 2}
 # A batch of more pieces has larger ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
 # The axes of x [B, T, D].
-ROWS, TOKENS = 0, 1
+ROWS = 0
+TOKENS = 1
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ from .traced_step import TracedStep
 _FEWEST = 5
 # Tokens of a row that is longer than any window of attention.
 _LONG = 1 << 20
-_FORWARD, _LOSS, _BACKWARD, _UPDATE = "forward", "loss", "backward", "update"
+_FORWARD = "forward"
+_LOSS = "loss"
+_BACKWARD = "backward"
+_UPDATE = "update"
 
 
 class StepPlace(NamedTuple):
@@ -100,7 +103,8 @@ class FewLayers(NamedTuple):
         """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
         kind = self.kinds[at]
         same = [position for position, other in enumerate(self.kept) if other == kind]
-        before, behind = self.kinds[:at].count(kind), self.kinds[at + 1 :].count(kind)
+        before = self.kinds[:at].count(kind)
+        behind = self.kinds[at + 1 :].count(kind)
         return same[-1 - behind] if behind < (len(same) + 1) // 2 else same[min(before, len(same) // 2)]
 
 
@@ -134,7 +138,8 @@ def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
 
     Nothing is returned of a model that looks for layers or caches at positions where it has none.
     """
-    layers, recorder = describe(model), Recorder()
+    layers = describe(model)
+    recorder = Recorder()
     try:
         carried = carries(model, layers)
         with undisturbed(model), LayerCalls([layer.module for layer in layers], recorder).watched():
@@ -170,7 +175,9 @@ def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> 
 
     Layers at the end are unlike the others of their kinds. So many have mixers in the order of the model's first ones.
     """
-    chosen, lacking, last = [0], set(kinds[1:-1]), list(kinds[-2:])
+    chosen = [0]
+    lacking = set(kinds[1:-1])
+    last = list(kinds[-2:])
     while last:
         behind = range(chosen[-1] + 1, len(kinds))
         able = [at for at in behind if len(chosen) >= in_order or mixers[at] == mixers[len(chosen)]]
@@ -229,7 +236,8 @@ def of_all_layers(
     @cache
     def offset(place: StepPlace, layer: int) -> Amount:
         """The memory of the layers left out while the model is at `layer` and the few at `place` or near it."""
-        before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
+        before = _around(few.kinds, place.phase, layer)
+        after = _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
         total = left_out
         for amounts, whole, part in zip((saved, behind), before, after, strict=True):
@@ -263,7 +271,8 @@ def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) ->
     A layer begins where one of its parameters, or a view of one, meets another array for the first time. Layers begin
     in order, so that a parameter that is read early or late does not count.
     """
-    names, paths = dict(built.names), [layer.path for layer in describe(model)]
+    names = dict(built.names)
+    paths = [layer.path for layer in describe(model)]
     layer_of = dict.fromkeys(names, -1)
     for position, path in enumerate(paths):
         layer_of |= {at: position for at, name in names.items() if name.startswith(f"{path}.")}
@@ -301,7 +310,8 @@ def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPl
 
 def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
     """Return the largest amounts at every place."""
-    count, made = len(places), machine.made
+    count = len(places)
+    made = machine.made
     born = [buffer.born for buffer in made]
     after = [1 + (count if buffer.died is None else buffer.died) for buffer in made]
     sizes = np.array([buffer.size for buffer in made], np.int64)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..machine import backend
 from ..models.load import Loaded
 from ..options.config import TrainConfig
 from ..rewards import Rewards
@@ -182,7 +183,10 @@ def plan_run(config: TrainConfig) -> RunForecast:
 @contextlib.contextmanager
 def _announced(screen: Screen) -> Iterator[None]:
     """Say on a terminal that the step is planned, if that takes longer than a moment."""
-    timer = threading.Timer(_MOMENT, screen.say, ["Planning the step's memory"])
+    tries = (
+        "; at the first start Metal compiles each kernel to try it, up to a minute" if backend.compares_times() else ""
+    )
+    timer = threading.Timer(_MOMENT, screen.say, [f"Planning the step's memory{tries}"])
     timer.daemon = True
     if sys.stdout.isatty():
         timer.start()

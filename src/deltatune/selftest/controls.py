@@ -50,11 +50,7 @@ def growth(model: nn.Module) -> float:
 
 
 def control(training: bool) -> Outcome:
-    """Compare the demo's model without and with the patches.
-
-    Args:
-        training: Whether the model is in training mode; False is the case of a forgotten `model.train()`.
-    """
+    """Compare the demo's model without and with the patches, in training mode or after a forgotten `model.train()`."""
     model, _ = load_model(MODEL)
     model.train(training)
     try:

@@ -24,19 +24,7 @@ _Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sizes of an expert block with LoRA on every projection.
-
-    Args:
-        name: The name of the check.
-        tokens: How many tokens there are.
-        top_k: How many experts each token has.
-        experts: How many experts there are.
-        outer: The width of the tokens.
-        inner: The width between the experts' projections.
-        rank: The rank of LoRA.
-        dtype: The dtype of tokens and matrices.
-        quantised: Whether the matrices are quantised to 4 bits.
-    """
+    """The sizes of an expert block with LoRA on every projection; `quantised` matrices have 4 bits."""
 
     name: str
     tokens: int

@@ -18,14 +18,9 @@ FAILURES = (RuntimeError, ValueError, OSError, TypeError, AttributeError, Lookup
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a check.
+    """The outcome of a check: `passed`, `failed` or `not run`, a sentence for a person, and other facts for the file.
 
-    Args:
-        status: `passed`, `failed` or `not run`.
-        detail: A sentence for a person.
-        errors: The measured errors, by name; relative norms where the check does not say otherwise.
-        bounds: The largest value allowed for each of them.
-        facts: Other figures for the file.
+    Errors are relative norms where the check does not say otherwise, and each has its bound.
     """
 
     status: str

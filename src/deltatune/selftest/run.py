@@ -44,15 +44,8 @@ def names(quick: bool = False) -> list[str]:
 def run_selftest(quick: bool = False, console: Console | None = None) -> int:
     """Run every check on this machine, and write deltatune-selftest.json to the current folder.
 
-    Args:
-        quick: Whether to use small sizes, one replay for each kind of adapter and no demo, in about twenty seconds.
-        console: Where to print; the terminal by default.
-
-    Returns:
-        The exit code: 0 where no check failed, else 1.
-
-    Raises:
-        UserError: If the file cannot be written.
+    A `quick` one has small sizes, one replay for each kind of adapter and no demo, and takes twenty seconds. Returns
+    the exit code: 0 where no check failed, else 1. UserError if the file cannot be written.
     """
     console = console or Console(highlight=False)
     started = time.perf_counter()

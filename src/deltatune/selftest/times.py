@@ -38,16 +38,7 @@ _LONGEST = 20.0
 
 @dataclass(frozen=True)
 class Timing:
-    """The measurement of one implementation on one size.
-
-    Args:
-        implementation: Its name.
-        size: The name of the size.
-        tokens: The number of tokens of the size.
-        milliseconds: The median time of a call.
-        peak_bytes: The peak memory beyond the inputs.
-        skipped: Why there is no measurement; None where there is one.
-    """
+    """One implementation on one size: the median time of a call and its peak memory beyond the inputs, or why not."""
 
     implementation: str
     size: str

@@ -124,9 +124,8 @@ def full_fine_tuning() -> Outcome:
 def stopped_and_resumed(from_scratch: bool) -> Outcome:
     """Compare a packed run that is stopped and resumed with an uninterrupted one; both must have equal bits.
 
-    Args:
-        from_scratch: Whether to start from random weights, and train the embeddings too. On a GPU, MLX sums an
-            embedding's gradient in another order each time, so there the two runs may differ by rounding.
+    One from scratch trains the embeddings too, of which MLX sums the gradient in another order each time on a GPU; so
+    there the two runs may differ by rounding.
     """
     options = {"from_scratch": from_scratch, "fine_tune_type": "full", "pack": True}
     with tempfile.TemporaryDirectory() as folder:

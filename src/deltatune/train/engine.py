@@ -1,9 +1,9 @@
 """Engines compute the micro-batches of a run, and an update where one is due.
 
 An Engine computes each to its end before the next. An EarlyEngine starts a micro-batch before the results of the one
-before have been read, on NVIDIA GPUs.
+before have been read, on GPUs.
 
-Such a GPU waits for the CPU, which builds and launches thousands of operations a step. If nothing is due between two
+A GPU waits for the CPU, which builds and launches thousands of operations a step. If nothing is due between two
 iterations, the second one's forward and backward pass is therefore launched while the GPU computes the first. It waits
 for nothing but the first one's update, and changes neither parameters nor optimizer. If the first one fails, or the run
 is asked to stop, the results of the second are dropped, and the state is saved as if it had never been started.
@@ -212,17 +212,17 @@ class EarlyEngine(Engine):
 
 
 def starts_early(model: nn.Module, config: TrainConfig, world: World) -> bool:
-    """Whether an EarlyEngine serves a run with all weights in memory: on NVIDIA GPUs, where little enough trains."""
+    """Whether an EarlyEngine serves a run with all weights in memory: on GPUs, where little enough trains."""
     trained = sum(leaf.nbytes for _, leaf in leaves(model.trainable_parameters()))
     return may_start_early(config, world) and trained <= MOST_TRAINED
 
 
 def may_start_early(config: TrainConfig, world: World) -> bool:
-    """Whether iterations may be started early: on NVIDIA GPUs.
+    """Whether iterations may be started early: on GPUs.
 
     Nothing is gained where ranks speak over the CPU, where a message waits until all started work has been computed.
     Several ranks with trained losses of routers wait for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
     routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
-    return backend.launches_ahead() and connected and not routers_wait
+    return backend.computes_beside_host() and connected and not routers_wait

@@ -381,3 +381,23 @@ def test_the_trial_draws_gates_of_every_kind():
         assert set(np.unique(slow)) == {np.float32(-1e-3), np.float32(-1e-5)}
         for value in (-np.inf, np.float32(np.log(1e-12)), 0.0):
             assert (log_g[0] == value).sum() > 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "words", "timed"),
+    [
+        (3, 2048, "", (2, 518)),
+        (1, 100, ", one row", (1, 518)),
+        (1, 2049, ", more than 2,048 tokens, one row", (1, 4096)),
+        (2, 9000, ", more than 8,192 tokens", (1, 8192)),
+    ],
+)
+def test_lengths_and_single_rows_have_times_of_their_own(rows, tokens, words, timed, monkeypatch):
+    q = mx.zeros((rows, tokens, 1, 8))
+    long = Call(q, q, q, mx.zeros((rows, tokens, 1)), False, False)
+    assert long.words == f"float32, 1/1 heads of 8 x 8{words}"
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    assert str(long.shape_class()) == "float32, 1/1 heads of 8 x 8"
+    monkeypatch.setattr(backend, "device", lambda: "metal")
+    y, *_ = OPERATOR.timed_case_of(long.shape_class()).like
+    assert y.shape[:2] == timed

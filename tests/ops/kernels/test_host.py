@@ -179,9 +179,10 @@ LOADER = {"slice": 16, "loaders": 1, "stages": 2, "chunk": 32, "gradient_slice":
 WATCHED = {"batch": 1, "length": 70, "key_size": 24, "value_size": 40, "mask": "middle", "segments": True}
 
 
+@pytest.mark.parametrize("erases", [True, False], ids=["gated_delta", "linear_attention"])
 @pytest.mark.parametrize("tiling", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])
-def test_two_groups_per_strip_do_not_race(tiling, nvidia_sized, check, table):
-    check(nvidia_sized[True], table.Case("watched", **WATCHED), "bfloat16", **tiling)
+def test_two_groups_per_strip_do_not_race(tiling, erases, nvidia_sized, check, table):
+    check(nvidia_sized[True], table.Case("watched", **WATCHED), "bfloat16", erases=erases, **tiling)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -237,8 +238,3 @@ def test_linear_attention_beside_naive(key_size, tiling, nvidia_sized, on_host, 
     naive = norms(*on_host(None, case, mx.bfloat16, by=gated_delta_naive, erases=False))
     bounds = {key: fused_bf16_norm(error) for key, error in naive.items()}
     assert not {key: (error, bounds[key]) for key, error in fused.items() if not error <= bounds[key]}
-
-
-@pytest.mark.parametrize("tiling", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])
-def test_linear_attention_does_not_race(tiling, nvidia_sized, check, table):
-    check(nvidia_sized[True], table.Case("watched", **WATCHED), "bfloat16", erases=False, **tiling)

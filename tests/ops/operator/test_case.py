@@ -142,7 +142,6 @@ def test_a_kernel_that_metals_compiler_refuses_is_not_given_to_it_by_the_next_pr
         raise RuntimeError(f"[metal::Device] Unable to build metal library from source\n{said}")
 
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(first_use.backend, "device", lambda: "metal")
     for process in range(2):
         first_use.forget()
         assert not first_use.is_right(case_of, 1e-3, run=refused)

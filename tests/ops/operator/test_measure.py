@@ -42,6 +42,7 @@ def test_the_error_is_relative_to_the_largest_element(found, expected, error):
 
 def test_float64_is_not_rounded():
     assert measure.relative_error(np.array([1.0 + 1e-12]), np.array([1.0])) == pytest.approx(1e-12, rel=1e-3)
+    assert measure.relative_norm(np.array([3.0, 4.0 + 1e-12]), np.array([3.0, 4.0])) == pytest.approx(2e-13, rel=1e-2)
 
 
 def test_the_largest_error_of_several_arrays_counts():

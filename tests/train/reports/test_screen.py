@@ -89,14 +89,20 @@ def test_the_bar_of_sampled_answers_shows_the_reward(terminal):
     assert "loss 0.5" not in "".join(lines())
 
 
-def test_other_ranks_are_silent():
+@pytest.mark.parametrize(
+    ("term", "shown", "text"),
+    [("xterm", False, ""), ("dumb", True, "hello\n")],
+    ids=["another rank is silent", "a dumb terminal gets no bar"],
+)
+def test_screens_without_a_bar(monkeypatch, term, shown, text):
+    monkeypatch.setenv("TERM", term)
     out = io.StringIO()
-    screen = Screen(shown=False, console=Console(file=out, force_terminal=True))
-    screen.start(0, 1)
-    screen.advance(1, None, 0.0)
+    screen = Screen(shown=shown, console=Console(file=out, force_terminal=True, width=80))
+    screen.start(0, 2)
+    screen.advance(1, 3.0, 1.0)
     screen.say("hello")
     screen.stop()
-    assert out.getvalue() == ""
+    assert out.getvalue() == text
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
@@ -173,17 +179,6 @@ def test_a_terminal_of_ascii_gets_ascii(terminal):
     screen.stop()
     out.flush()
     assert b"15.0%" in out.buffer.getvalue()
-
-
-def test_a_dumb_terminal_gets_no_bar(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    out = io.StringIO()
-    screen = Screen(console=Console(file=out, force_terminal=True, width=80))
-    screen.start(0, 2)
-    screen.advance(1, 3.0, 1.0)
-    screen.say("hello")
-    screen.stop()
-    assert out.getvalue() == "hello\n"
 
 
 def test_facts_are_lines_in_a_pipe():

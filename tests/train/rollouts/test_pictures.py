@@ -1,7 +1,5 @@
 """Answers to prompts with pictures: sampled with mlx-vlm's positions, scored by the same distribution, learnt from."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

@@ -75,19 +75,10 @@ def attention_blocked(
     mask: mx.array | None = None,
     scores: int | None = None,
 ) -> mx.array:
-    """Compute attention in blocks of queries, with a hand-derived backward pass.
+    """Compute attention in blocks of queries of at most so many scores, with a hand-derived backward pass.
 
-    Arguments and result are those of `attention`, and one more.
-
-    Args:
-        scores: The number of scores that a block may hold. The default depends on MLX's default device.
-
-    Raises:
-        NotImplementedError: A second derivative is taken.
-        ValueError: mx.vmap maps the call.
-
-    Source:
-        Rabe and Staats (arXiv 2112.05682); Dao et al. (arXiv 2205.14135); README.md in this folder.
+    Other arguments, the result and errors are those of `attention`. Sources: Rabe and Staats (arXiv 2112.05682), Dao et
+    al. (arXiv 2205.14135), and README.md in this folder.
     """
     scores = scores or backend.here(_SCORES)
     options = BlockedOptions(scale, causal, window, sinks is not None, segments is not None, mask is not None, scores)
@@ -188,13 +179,8 @@ def _joined(parts: Sequence[mx.array], shape: Sequence[int]) -> mx.array:
 class _Part:
     """The arrays of the key heads that are computed together: some heads of one batch row on a CPU, all on a GPU.
 
-    Attributes:
-        options: Those of the call.
-        queries: Arrays with a row per query, [b, h, G, Tq, any], where G query heads read one key head.
-        k, v: [b, h, 1, Tk, any] in fp32.
-        sinks: [h, G].
-        segments: [b, 1, 1, Tk].
-        mask: [b, h, G, Tq, Tk], of which any axis may be 1.
+    `queries` have a row per query, [b, h, G, Tq, any], where G query heads read one key head; k and v are [b, h, 1, Tk,
+    any] in fp32, sinks [h, G], segments [b, 1, 1, Tk], and mask [b, h, G, Tq, Tk], of which any axis may be 1.
     """
 
     options: BlockedOptions
@@ -267,11 +253,9 @@ class _Part:
         return mx.softmax(scores, axis=-1), share
 
     def _visible(self, block: QueryBlock) -> tuple[mx.array | None, int]:
-        """Find the keys of a block that causality, the window and the segments leave visible.
+        """Return which of a block's keys from index `start` on its rows see, or None for all, and `start`.
 
-        Returns:
-            Booleans for the block's keys from index `start` on, or None if all of those are visible; and `start`. All
-            keys before it are visible.
+        All keys before it are visible.
         """
         ahead, conditions = self.k.shape[3] - self.queries[0].shape[3], []
         windowed = self.options.window is not None and block.low < block.last + ahead - self.options.window

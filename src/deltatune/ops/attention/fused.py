@@ -91,15 +91,9 @@ class FusedOptions:
 def launch(kernel: Kernel, options: FusedOptions, x: Arrays, machine: str) -> Launch:
     """Return the launch of a kernel on the arrays of a call.
 
-    FORWARD writes y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq]. QUERIES writes dq, and the others
-    dk, dv, or both.
-
-    Args:
-        kernel: One of these.
-        options: The other arguments.
-        x: q, k, v, the sinks [Hq] in fp32 and the bounds of each key's segment [B, Tk], if there are any; backward also
-            dy, the sums and delta.
-        machine: `metal` or `cuda`.
+    These are q, k, v, the sinks [Hq] in fp32 and the bounds of each key's segment [B, Tk], if there are any; backward
+    also dy, the sums and delta. FORWARD writes y and, for each row, the log2 of the sum of 2^score [B, Hq, Tq]. QUERIES
+    writes dq, and the others dk, dv, or both.
     """
     q = x["q"]
     plan = _plan(kernel, options, machine, q.dtype, q.shape, x["k"].shape, x["v"].shape)

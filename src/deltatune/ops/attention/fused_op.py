@@ -34,14 +34,10 @@ def attention_fused(
     mask: mx.array | None = None,
     machine: str | None = None,
 ) -> mx.array:
-    """Run the fused kernels. Arguments and result are those of `attention`.
+    """Run the fused kernels of a machine, one of MACHINES, by default that of MLX's device and the call.
 
-    Args:
-        machine: The machine of the kernels that run, one of MACHINES. The default depends on MLX's device and the call.
-
-    Raises:
-        ValueError: The kernels do not support the call (the message is that of `unsupported`), or mx.vmap maps it.
-        NotImplementedError: A second derivative is taken.
+    Other arguments, the result and errors are those of `attention`; ValueError, with the message of `unsupported`, for
+    a call that the kernels do not support.
     """
     reason = unsupported(q, k, v, mask)
     if reason:

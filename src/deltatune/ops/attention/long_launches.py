@@ -77,12 +77,7 @@ def _parts(kernel: Kernel, options: FusedOptions, x: Arrays, of_keys: bool) -> l
 def divided(queries: int, keys: int, causal: bool, window: int, pairs: float, of_keys: bool = False) -> list[Part]:
     """Divide rows of queries (or keys) into parts of whole tiles with about `pairs` visible pairs or fewer each.
 
-    Args:
-        queries, keys: Their numbers; the last query has the position of the last key.
-        causal: Whether a query sees no later key.
-        window: How many keys a query sees at most; 0 for all.
-        pairs: The pairs of a query and a key that a part may have. A single tile may have more.
-        of_keys: Whether keys are divided, and not queries.
+    The last query has the position of the last key; a window of 0 hides none. A single tile may have more pairs.
     """
     length = keys if of_keys else queries
     at, ahead = np.arange(0, length + TILE, TILE).clip(max=length), keys - queries

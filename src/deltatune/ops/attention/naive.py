@@ -19,8 +19,7 @@ def attention_naive(
 ) -> mx.array:
     """Compute the softmax of all scores in fp32, with gradients by autodiff. Arguments and result are `attention`'s.
 
-    Source:
-        Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.1. The sinks are those of gpt-oss.
+    Source: arXiv 1706.03762, section 3.2.1. The sinks are those of gpt-oss.
     """
     batch, heads, queries, _ = q.shape
     key_heads, keys = k.shape[1], k.shape[2]

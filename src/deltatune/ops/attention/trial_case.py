@@ -11,6 +11,7 @@ import numpy as np
 
 from ..operator.case import Case
 from ..operator.measure import as_float64
+from ..operator.timing import length_class
 from .float64 import NAMES, attention64
 from .tolerances import fused_bound
 
@@ -19,25 +20,15 @@ Implementation = Callable[..., mx.array]
 _BATCH, _LENGTH, _KEY_HEADS, _WINDOW, _SEGMENT = 1, 300, 2, 90, 130
 # The timed runs have longer rows, of which a GPU has some milliseconds of work; those of long calls have fewer heads.
 _TIMED_LENGTH, _TIMED_KEY_HEADS, _LONGEST_TIMED = 1024, 4, 8192
-# The fastest implementation differs with the length: calls with more keys than each of these are classes of their own.
-LENGTHS = (8192, 2048, 0)
 
 
 @dataclass(frozen=True)
 class KernelShape:
     """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
 
-    Attributes:
-        machine: The machine that the kernels are for, one of fused_op.MACHINES.
-        size: The size of a query head and a key head.
-        value_size: The size of a value head.
-        dtype: The name of the dtype of q, k and v.
-        grouped: Whether several query heads read one key head.
-        causal: Whether a query sees no later key.
-        windowed: Whether a window hides keys.
-        segmented: Whether the call has segments.
-        with_sinks: Whether the call has sinks.
-        longer_than: One of LENGTHS, where implementations are timed: the calls have more keys than that.
+    `machine` is one of fused_op.MACHINES; heads of queries and keys have `size` numbers, and heads are `grouped` where
+    several query heads read one key head. The calls have more keys than `longer_than`, one of timing.LENGTHS, where
+    implementations are timed.
     """
 
     machine: str
@@ -98,14 +89,7 @@ def case_of(shape: KernelShape, drawn: Drawn) -> Case[Implementation]:
 
 
 def differentiated(function: Implementation, arrays: Sequence[mx.array], dy: mx.array, options: dict) -> list[mx.array]:
-    """Return y and the gradients of `arrays`, not computed yet.
-
-    Args:
-        function: Called as `attention` is.
-        arrays: q, k, v and, where there are any, the sinks.
-        dy: The gradient of y.
-        options: The other arguments.
-    """
+    """Return y and the gradients of q, k, v and, if they are among the arrays, the sinks, not computed yet."""
 
     def call(*arrays: mx.array) -> list[mx.array]:
         sinks = arrays[3] if len(arrays) > 3 else None
@@ -116,13 +100,9 @@ def differentiated(function: Implementation, arrays: Sequence[mx.array], dy: mx.
 
 
 def drawn(shape: KernelShape, length: int, key_heads: int, ratio: int = 2) -> Drawn:
-    """Draw the arguments with NumPy, because MLX's random state belongs to the training.
+    """Draw the arguments of heads of which `ratio` read one key head where they are grouped.
 
-    Args:
-        shape: The class of calls.
-        length: Tokens.
-        key_heads: Heads of k and v.
-        ratio: How many heads of q read one of them, where heads are grouped.
+    NumPy draws them, because MLX's random state belongs to the training.
     """
     draw = np.random.default_rng(0)
     heads = key_heads * (ratio if shape.grouped else 1)
@@ -161,8 +141,7 @@ class AttentionCall:
         options = (self.causal, windowed, self.segments is not None, self.sinks is not None)
         grouped = self.q.shape[1] > self.k.shape[1]
         # A machine on which the order was measured needs no verdict for each length.
-        keys = self.k.shape[2] if machine in ("", "metal") else 0
-        longer_than = next((length for length in LENGTHS if keys > length), 0)
+        longer_than = length_class(self.k.shape[2]) if machine in ("", "metal") else 0
         return KernelShape(machine, self.q.shape[3], self.v.shape[3], dtype, grouped, *options, longer_than)
 
     @property

@@ -15,15 +15,7 @@ from .trial_case import AttentionCall, Drawn, Implementation, KernelShape, case_
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """A call of attention with one row.
-
-    Attributes:
-        name: The workload's name.
-        shape: Its class.
-        length: Tokens.
-        key_heads: Heads of k and v.
-        ratio: How many heads of q read one of them, where heads are grouped.
-    """
+    """A call of attention with one row; `ratio` heads of q read one key head where heads are grouped."""
 
     name: str
     shape: KernelShape

@@ -16,25 +16,14 @@ _Sums = dict[str, mx.array | None]
 
 
 class WithLowRank(NamedTuple):
-    """The input rows of a projection, or the gradients of its output rows, and the same of its adapter's A x.
-
-    Attributes:
-        rows: [t, m, in] of its inputs, [t, m, out] of gradients.
-        low_rank: [t, m, r]; None where no adapter trains.
-    """
+    """Input rows of a projection [t, m, in], or gradients of its output [t, m, out], and the same of A x [t, m, r]."""
 
     rows: mx.array
     low_rank: mx.array | None
 
 
 class GradientSums:
-    """The gradients of all arrays that train.
-
-    Args:
-        readers: Up and gate.
-        down: Down.
-        layout: Adds products of rows.
-    """
+    """The gradients of all arrays that train, in up and gate (`readers`) and in down."""
 
     def __init__(self, readers: Readers, down: Projection, layout: Tiled | Sorted):
         self.readers, self.down, self.layout = readers, down, layout

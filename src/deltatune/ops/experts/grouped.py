@@ -65,12 +65,7 @@ def gradient_tile(height: int, width: int) -> TileShape:
 
 
 def product(operands: GroupedProduct, tile: TileShape | HopperTile | None = None) -> Launch:
-    """Return the launch of a grouped product.
-
-    Args:
-        operands: The factors, and the rows to which the product is added.
-        tile: The tile of a block, which also names the kernel; without one, `product_tile` chooses.
-    """
+    """Return the launch of a grouped product; its tile, which also names the kernel, is by default `product_tile`'s."""
     tile = tile or product_tile(operands.rows.shape[1], operands.outputs)
     scale, rows = _numbers(operands.scale), operands.rows
     if isinstance(tile, HopperTile):
@@ -101,15 +96,9 @@ def gradient(
 ) -> Launch:
     """Return the launch of total + scale * left^T right over each expert's rows, [E, a, b] fp32.
 
-    The rows are added in their order and without atomics, so that every run gives the same bits.
-
-    Args:
-        total: [E, a, b] fp32, or None for zeros.
-        left: [R, a], sorted by expert.
-        right: [R, b].
-        ends: [E] int32, for each expert the index after its last row.
-        scale: One fp32 number.
-        tile: The tile of a block; without one, `gradient_tile` chooses.
+    `left` [R, a] and `right` [R, b] are sorted by expert, and `ends` [E] int32 has the index after each expert's last
+    row. A total of None stands for zeros; the tile is by default `gradient_tile`'s. The rows are added in their order
+    and without atomics, so that every run gives the same bits.
     """
     tile = tile or gradient_tile(left.shape[1], right.shape[1])
     experts, height, width = ends.size, left.shape[1], right.shape[1]

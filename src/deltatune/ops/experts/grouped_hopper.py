@@ -18,11 +18,7 @@ from ..products.quantized_product import unpacked
 class Packed(NamedTuple):
     """The experts' matrices in 4 bits, as mx.quantize packs them in mode "affine", for Hopper's kernel alone.
 
-    Attributes:
-        words: [E, ..., columns / 8] uint32.
-        scales: [E, ..., columns / group_size].
-        biases: The same.
-        group_size: How many numbers of a row share a scale and a bias.
+    The words are [E, ..., columns / 8] uint32, the scales and biases [E, ..., columns / group_size].
     """
 
     words: mx.array
@@ -49,14 +45,9 @@ class Packed(NamedTuple):
 class GroupedProduct(NamedTuple):
     """onto + scale * (rows times their expert's matrix + the product of an adapter), [R, N].
 
-    Attributes:
-        rows: [R, K], sorted by expert.
-        weight: [E, N, K] if `transpose`, and else [E, K, N], of the rows' dtype.
-        ends: [E] int32, for each expert the index after its last row.
-        transpose: Whether the matrices are multiplied by their last axis.
-        scale: One fp32 number.
-        onto: [R, N] of the rows' dtype, or None.
-        adapter: Rows [R, r] and a factor [E, N, r] if `transpose`, and else [E, r, N], for Hopper's kernel alone.
+    The rows [R, K] are sorted by expert, and `ends` [E] int32 has the index after each expert's last row. The weight is
+    [E, N, K] if `transpose`, and else [E, K, N], and has the rows' dtype, as `onto` [R, N] has. The adapter has rows
+    [R, r] and a factor [E, N, r] if `transpose`, and else [E, r, N], for Hopper's kernel alone.
     """
 
     rows: mx.array

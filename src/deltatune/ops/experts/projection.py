@@ -168,16 +168,10 @@ class Projection:
         onto: mx.array | None = None,
         factor: mx.array | None = None,
     ) -> mx.array:
-        """Return dx [t, m, in], added to `onto`.
+        """Return dx [t, m, in], added to `onto`, from dy and the results of `d_low_rank` and `unpacked_matrices`.
 
-        Args:
-            dy: The gradient of y.
-            d_low_rank: The result of `d_low_rank`, or that of several projections [t, m, all ranks] with their
-                `factor`.
-            chunk: The chunk of the rows.
-            matrices: The result of `unpacked_matrices`.
-            onto: [t, m, in], or None.
-            factor: A [E, all ranks, in] of several projections; None means that of this one.
+        `d_low_rank` may be that of several projections [t, m, all ranks], with their `factor` A [E, all ranks, in];
+        without one, A is this projection's.
         """
         factor = self.lora_a if factor is None else factor
         if d_low_rank is None or factor is None:
@@ -249,19 +243,11 @@ def product(
     onto: mx.array | None = None,
     adapter: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Return onto + scale * rows times the matrix of each tile's expert + the product of an adapter.
+    """Return onto + scale * rows times the matrix of each tile's expert + the product of an adapter, [t, m, N].
 
-    Args:
-        rows: [t, m, K].
-        weight: [E, N, K] if `transpose`, and else [E, K, N]; it is cast to the rows' dtype, if it is not packed.
-        chunk: Which expert each tile has.
-        transpose: Whether the matrices are multiplied by their last axis.
-        scale: The factor of the product.
-        onto: [t, m, N] to add the product to, or None.
-        adapter: Rows [t, m, r] and a factor [E, N, r] if `transpose`, and else [E, r, N]; their product is added.
-
-    Returns:
-        [t, m, N], in the dtype of `onto`, or of the rows without it.
+    The rows are [t, m, K], and the weight, which is cast to their dtype if it is not packed, [E, N, K] if `transpose`,
+    and else [E, K, N]. The adapter is rows [t, m, r] and a factor [E, N, r] if `transpose`, and else [E, r, N]. The
+    result has the dtype of `onto` [t, m, N], or of the rows without it.
     """
     if isinstance(weight, mx.array):
         weight = weight.astype(rows.dtype)

@@ -20,11 +20,9 @@ from .tiles import Chunk
 
 @dataclass(frozen=True)
 class Readers:
-    """Up and gate, or up alone.
+    """Up and gate, or up alone, with their factors cast (`with_factors_for`).
 
-    Args:
-        projections: Each with its factors cast (`with_factors_for`).
-        joined: A of all projections [E, all ranks, in], or None where each multiplies by its own.
+    `joined` is A of all projections [E, all ranks, in], or None where each multiplies by its own.
     """
 
     projections: Sequence[Projection]
@@ -90,10 +88,8 @@ class Readers:
 class InnerRows(NamedTuple):
     """The results for a chunk before the product with down's weight.
 
-    Args:
-        outputs: Of each reader [t, m, out].
-        low_ranks: Of each reader scale * A dropout(x) [t, m, r], or None without an adapter.
-        of_down: The same of down; None also where it is not known.
+    They are the outputs of each reader [t, m, out], and scale * A dropout(x) [t, m, r] of each, and of down where that
+    is known; None without an adapter.
     """
 
     outputs: list[mx.array]

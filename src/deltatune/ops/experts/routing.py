@@ -20,13 +20,9 @@ from ..tracing import side_outputs, trace
 def watching(lengths: mx.array, width: int, *, trained: bool) -> AbstractContextManager[None]:
     """Within the context, routers add their sums to the side outputs, where those are collected.
 
-    The context must enclose the whole call of mx.value_and_grad, since checkpointed layers run again in the backward
-    pass.
-
-    Args:
-        lengths: The number of real tokens of each row, [B] integers; those behind them are padding and do not count.
-        width: The number T of tokens of every row.
-        trained: Whether the sums have gradients; without, they cost nothing in the backward pass.
+    Of the `width` tokens of each row only the first `lengths` [B] count. Unless the sums are `trained`, they have no
+    gradients and cost nothing in the backward pass. The context must enclose the whole call of mx.value_and_grad, since
+    checkpointed layers run again in the backward pass.
     """
     return trace.having(routers=trace.RouterWatch(mx.arange(width) < lengths[:, None], trained))
 
@@ -40,13 +36,9 @@ def watched() -> bool:
 def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
     """Add the sums of one router, [2 E + 2] fp32, to the side outputs.
 
-    They are the choices of each expert, the probabilities of each, the squares for the z-loss, and the rows.
-
-    Args:
-        logits: The router's outputs for each token, [..., E]: the whole batch, or the piece that runs.
-        indices: The experts that it chose, [..., k].
-        sigmoid: Whether its probabilities are sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20), and not a
-            softmax.
+    They are the choices of each expert, the probabilities of each, the squares for the z-loss, and the rows, of the
+    logits [..., E] and the chosen experts [..., k] of the batch or the piece that runs. The probabilities are a
+    softmax, or sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20).
     """
     watch = trace.current().routers
     assert watch is not None

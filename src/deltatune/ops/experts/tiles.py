@@ -36,12 +36,7 @@ class Chunk(NamedTuple):
 class Tiled:
     """The layout for a CPU: tiles of m rows, with one BLAS call each; results are added in a fixed order.
 
-    Args:
-        pairs: N k, the number of rows without padding.
-        top_k: k, the number of experts of a token.
-        experts: E, the number of experts.
-        tile: m, the number of rows of a tile.
-        tiles_per_chunk: How many tiles are computed together.
+    There are `pairs` = N k rows without padding of `experts` = E experts; `tile` is m.
     """
 
     def __init__(self, pairs: int, top_k: int, experts: int, tile: int, tiles_per_chunk: int):
@@ -103,14 +98,7 @@ class Tiled:
 
 
 class Sorted:
-    """The layout for a GPU: sorted rows without padding, in chunks of tokens, and sums without atomics.
-
-    Args:
-        tokens: N, the number of tokens.
-        top_k: k, the number of experts of a token.
-        experts: E, the number of experts.
-        tokens_per_chunk: How many tokens are computed together.
-    """
+    """The layout for a GPU: sorted rows without padding, in chunks of tokens, and sums without atomics."""
 
     tile = 1
     # How many arrays `arrays` returns.

@@ -72,15 +72,10 @@ def gradient_serves(left: mx.array, right: mx.array, added: bool) -> bool:
 def product_case(
     dtype: mx.Dtype, transpose: bool, added: bool, tile: TileShape | HopperTile, rank: int = 0, group_size: int = 0
 ) -> Case[Device]:
-    """Return the case of a product with this tile.
+    """Return the case of a product with a tile of either kernel; the matrices are [outputs, inputs] if `transpose`.
 
-    Args:
-        dtype: That of rows and matrices.
-        transpose: Whether the matrices are [outputs, inputs].
-        added: Whether the product is added to other rows.
-        tile: The tile, of either kernel.
-        rank: The rank of an adapter's product that is added, too; 0 for none.
-        group_size: That of matrices that are packed; 0 if they are not.
+    The product is `added` to other rows, and so is that of an adapter of a `rank` above 0. Matrices of a `group_size`
+    above 0 are packed.
     """
 
     def product(rows: mx.array, weight: mx.array) -> np.ndarray:

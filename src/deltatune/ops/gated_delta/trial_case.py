@@ -10,8 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...machine import backend
 from ..operator.case import Case
 from ..operator.measure import ROUNDING, as_float64
+from ..operator.timing import length_class
 from .chunk import gated_delta_chunk
 from .naive import gated_delta_naive
 from .tolerances import EASY, PRODUCTS_IN_BF16, SLOW, fused_bound
@@ -24,6 +26,8 @@ SLOW_TOKENS = 512
 SLOW_GATES = (-1e-3, -1e-5)
 # The case has two batch rows over more than two chunks of any implementation, the last of which lacks tokens.
 BATCH, LENGTH = 2, SLOW_TOKENS + 6
+# Timed rows of so many tokens are one, for their memory.
+_LONGEST_TIMED = 8192
 # The reference computes two key heads. The implementation gets as many as the class has, each a copy of one of the two,
 # chosen at random, so that a head which reads or writes the place of another gives a wrong result.
 _REFERENCE_HEADS = 2
@@ -41,7 +45,8 @@ class ShapeClass:
     """A class of calls that run the same kernels, whatever their batch and length. They share a verdict.
 
     `tiling` says how the implementation divides the work, where it has a choice, and `beta` in which dtype it reads
-    beta; it is empty in calls of linear attention, which have none.
+    beta; it is empty in calls of linear attention, which have none. Where implementations are timed, the calls have
+    more tokens than `longer_than`, one of timing.LENGTHS, and one row or several.
     """
 
     key_heads: int
@@ -54,6 +59,8 @@ class ShapeClass:
     per_channel: bool = False
     tiling: str = ""
     beta: str = "float32"
+    longer_than: int = 0
+    one_row: bool = False
 
     @property
     def erases(self) -> bool:
@@ -74,7 +81,8 @@ class ShapeClass:
         heads = f"{self.key_heads}/{self.value_heads} heads of {self.key_size} x {self.value_size}"
         options = [name for name in ("masked", "segmented", "per_channel") if getattr(self, name)]
         beta = [] if self.beta in ("float32", "") else [f"beta in {self.beta}"]
-        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta])
+        times = [f"more than {self.longer_than:,} tokens"] * (self.longer_than > 0) + ["one row"] * self.one_row
+        return ", ".join([self.dtype, heads, *(option.replace("_", "-") for option in options), *beta, *times])
 
 
 @dataclass(frozen=True)
@@ -94,36 +102,44 @@ class Call:
         """Whether the call is one of gated_delta."""
         return self.beta_dtype is not None
 
-    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32) -> ShapeClass:
-        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart."""
+    def shape_class(self, tiling: str = "", beta: mx.Dtype = mx.float32, *, timed: bool | None = None) -> ShapeClass:
+        """Return the class of calls that share a verdict; `tiling` and `beta` tell kernels of equal shapes apart.
+
+        Where implementations are `timed`, by default on MLX's device, calls of other lengths and of one row are apart.
+        """
         heads = (self.k.shape[2], self.v.shape[2], self.k.shape[3], self.v.shape[3])
         dtype = str(self.v.dtype).removeprefix("mlx.core.")
         options = self.masked, self.segmented, self.log_g.ndim == 4
         rates = str(beta).removeprefix("mlx.core.") if self.erases else ""
-        return ShapeClass(*heads, dtype, *options, tiling, rates)
+        rows, tokens = self.k.shape[:2]
+        timed = backend.compares_times() if timed is None else timed
+        of_times = (length_class(tokens), rows == 1) if timed else ()
+        return ShapeClass(*heads, dtype, *options, tiling, rates, *of_times)
 
     @staticmethod
     def of_class(shape: ShapeClass) -> Call:
-        """Return a call of a class, with one token."""
+        """Return a call of a class, with one token in each row."""
         dtype = getattr(mx, shape.dtype)
-        q = mx.zeros((1, 1, shape.key_heads, shape.key_size), dtype)
-        v = mx.zeros((1, 1, shape.value_heads, shape.value_size), dtype)
-        gates = (1, 1, shape.value_heads, shape.key_size) if shape.per_channel else (1, 1, shape.value_heads)
+        q = mx.zeros((BATCH, 1, shape.key_heads, shape.key_size), dtype)
+        v = mx.zeros((BATCH, 1, shape.value_heads, shape.value_size), dtype)
+        gates = (*v.shape[:3], shape.key_size) if shape.per_channel else v.shape[:3]
         beta = mx.float32 if shape.erases else None
         return Call(q, q, v, mx.zeros(gates), shape.masked, shape.segmented, beta)
 
     @property
     def words(self) -> str:
         """The class of the call, in words that are the same on every machine."""
-        return str(self.shape_class())
+        return str(self.shape_class(timed=True))
 
 
-def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH) -> Case[Implementation]:
-    """Return the case of a class of calls, forward and backward, with gates of every kind.
+def trial_case(
+    shape: ShapeClass, *, by_recurrence: bool = False, length: int = LENGTH, rows: int = BATCH
+) -> Case[Implementation]:
+    """Return the case of a class of calls, forward and backward, with gates of every kind, slow ones in the last row.
 
     The truth comes from chunk or, `by_recurrence`, from naive; either computes it in fp32 on the CPU.
     """
-    drawn = Arguments.drawn(shape, length)
+    drawn = Arguments.drawn(shape, length, rows)
     reference = implementation_of(shape, gated_delta_naive if by_recurrence else gated_delta_chunk)
 
     def truth() -> list[np.ndarray]:
@@ -148,6 +164,12 @@ def trial_case(shape: ShapeClass, *, by_recurrence: bool = False, length: int = 
         like=[*drawn.cotangents, *drawn.primals],
         parts=by_gates,
     )
+
+
+def timed_case(shape: ShapeClass, *, length: int | None = None) -> Case[Implementation]:
+    """Return the case on which implementations are timed, on rows of another length where one is given."""
+    length = length or min(2 * shape.longer_than, _LONGEST_TIMED) or LENGTH
+    return trial_case(shape, length=length, rows=1 if shape.one_row or length >= _LONGEST_TIMED else BATCH)
 
 
 def implementation_of(shape: ShapeClass, function: Implementation) -> Implementation:
@@ -198,20 +220,21 @@ class Arguments:
         return _copy_heads(results, _COTANGENTS + self.heads, self)
 
     @staticmethod
-    def drawn(shape: ShapeClass, length: int = LENGTH) -> Arguments:
+    def drawn(shape: ShapeClass, length: int = LENGTH, rows: int = BATCH) -> Arguments:
         """Draw the arguments with NumPy, because MLX's random state belongs to the training."""
         draw = np.random.default_rng(0)
         heads, repeats = min(_REFERENCE_HEADS, shape.key_heads), shape.value_heads // shape.key_heads
         key_heads = np.concatenate([np.arange(heads), draw.integers(heads, size=shape.key_heads - heads)])
-        floats = draw_floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats), BATCH, length)
+        floats = draw_floats(draw, replace(shape, key_heads=heads, value_heads=heads * repeats), rows, length)
         dtype = getattr(mx, shape.dtype)
         few = [mx.array(x.astype(np.float32)) for x in floats]
         for index in (0, 1, 2, 6):
             few[index] = few[index].astype(dtype)
         few[4:5] = [few[4].astype(getattr(mx, shape.beta))] if shape.erases else []
-        mask = np.ones((BATCH, length), bool)
-        mask[0, length // 3 : length // 2], mask[1, :3] = False, False
-        segments = draw_segments(draw, BATCH, length)
+        mask = np.ones((rows, length), bool)
+        mask[0, length // 3 : length // 2] = False
+        mask[-1, :3] = False
+        segments = draw_segments(draw, rows, length)
         constants = {
             "mask": mx.array(mask) if shape.masked else None,
             "segments": mx.array(segments) if shape.segmented else None,

@@ -34,24 +34,6 @@ inline float exp_of_gate(float x) {
   return metal::fma(x, metal::fma(x, metal::fma(x, sum, 0.5f), 1.0f), 1.0f);
 }
 
-// A matrix in shared memory. Exact<In> holds inputs, Wide<In> results in fp32, and Saved<In> arrays that kernels hand
-// to one another.
-template <typename Element>
-struct Matrix {
-  using element = Element;
-  static constexpr constant int bytes = sizeof(Element);
-  threadgroup Element* elements;
-  void put(int i, float x) const { elements[i] = static_cast<Element>(x); }
-  float get(int i) const { return static_cast<float>(elements[i]); }
-};
-// A matrix in device memory.
-template <typename Element>
-struct Stored {
-  static constexpr constant int bytes = sizeof(Element);
-  device Element* elements;
-  void put(long i, float x) const { elements[i] = static_cast<Element>(x); }
-  float get(long i) const { return static_cast<float>(elements[i]); }
-};
 // Vectors of elements, as the bits that they are in memory, by the bytes of an element. A packed vector may start at
 // any element; those in threadgroup memory start at a multiple of their size.
 template <int Bytes> struct Bits;
@@ -68,6 +50,38 @@ template <> struct Bits<4> {
   using four = uint4;
   using packed_two = packed_uint2;
   using packed_four = packed_uint4;
+};
+// Two numbers as elements, as the bits that they are in memory.
+template <typename Element>
+inline typename Bits<sizeof(Element)>::two both_of(float x, float y) {
+  using one = typename Bits<sizeof(Element)>::one;
+  return {as_type<one>(static_cast<Element>(x)), as_type<one>(static_cast<Element>(y))};
+}
+
+// A matrix in shared memory. Exact<In> holds inputs, Wide<In> results in fp32, and Saved<In> arrays that kernels hand
+// to one another.
+template <typename Element>
+struct Matrix {
+  using element = Element;
+  static constexpr constant int bytes = sizeof(Element);
+  threadgroup Element* elements;
+  void put(int i, float x) const { elements[i] = static_cast<Element>(x); }
+  // Stores two elements side by side, from an even place on.
+  void put_two(int i, float x, float y) const {
+    *DELTATUNE_ALIGNED(reinterpret_cast<threadgroup typename Bits<bytes>::two*>(elements + i)) = both_of<Element>(x, y);
+  }
+  float get(int i) const { return static_cast<float>(elements[i]); }
+};
+// A matrix in device memory.
+template <typename Element>
+struct Stored {
+  static constexpr constant int bytes = sizeof(Element);
+  device Element* elements;
+  void put(long i, float x) const { elements[i] = static_cast<Element>(x); }
+  void put_two(long i, float x, float y) const {
+    *reinterpret_cast<device typename Bits<bytes>::packed_two*>(elements + i) = both_of<Element>(x, y);
+  }
+  float get(long i) const { return static_cast<float>(elements[i]); }
 };
 // Copies four elements between device memory and threadgroup memory. Arrays in other spaces, and of other types, are
 // copied one by one.
@@ -356,13 +370,13 @@ float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
 }
 
 // Writes a tile to a matrix in shared or device memory from `offset` on, except rows from `rows` and columns from
-// `columns` on.
+// `columns` on. Offset, stride and columns are even.
 template <bool Even, bool Full, typename Store>
 void put_tile(Store s, long offset, int stride, const thread Tile& t, int rows, int columns, int lane) {
   DELTATUNE_UNROLL
-  for (int e = 0; e < 8; ++e) {
+  for (int e = 0; e < 8; e += 2) {
     const int row = tile_row(e, lane), column = tile_column(e, lane);
-    if (row < rows && column < columns) s.put(offset + (long)row * stride + column, t.get(e));
+    if (row < rows && column < columns) s.put_two(offset + (long)row * stride + column, t.get(e), t.get(e + 1));
   }
 }
 

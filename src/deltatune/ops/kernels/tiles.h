@@ -44,6 +44,11 @@ inline void tile_clear(thread Tile& tile) {
   DELTATUNE_UNROLL
   for (int e = 0; e < 8; ++e) tile.set(e, 0.0f);
 }
+template <int COUNT>
+inline void clear_tiles(thread Tile* tiles) {
+  DELTATUNE_UNROLL
+  for (int m = 0; m < COUNT; ++m) tile_clear(tiles[m]);
+}
 
 // Rounds up to whole tiles of 16.
 inline constexpr int padded(int n) {
@@ -53,9 +58,6 @@ inline constexpr int padded(int n) {
 // different banks of shared memory.
 inline constexpr int stride_of(int n) {
   return padded(n) + 8;
-}
-inline constexpr int align16(int n) {
-  return (n + 15) / 16 * 16;
 }
 
 // Whether position i of a chunk is live: inside the sequence and, with Masked, not masked.

@@ -50,7 +50,7 @@ OPERATOR = Operator(
         "fused": fused_candidate,
     },
     case_of=trial_case.trial_case,
-    timed_case_of=trial_case.trial_case,
+    timed_case_of=trial_case.timed_case,
     examples=partial(workloads.calls, MODELS),
     compare_last=partial(workloads.compare_chunk, SMALL),
     workloads=workloads_of,

@@ -41,17 +41,11 @@ def without_trials() -> AbstractContextManager[None]:
 
 
 def choose(operator: Operator, call: Any) -> tuple[str, Callable[..., Any]]:
-    """Return the name and the function of the implementation that serves a call.
+    """Return the name and the function of the implementation that serves a call, of the class that candidates take.
 
     It warns (ImplementationWarning) if the preferred implementation fails its check, once per class of calls. Inside a
-    run, the choice for a class is made once, and kept in its state (rankings.py).
-
-    Args:
-        operator: The operator.
-        call: The deciding arguments of the call, of the class that the operator's candidates take.
-
-    Raises:
-        UserError: The variable forces an implementation that does not support the call or fails its check.
+    run, the choice for a class is made once, and kept in its state (rankings.py). UserError if the variable forces an
+    implementation that does not support the call or fails its check.
     """
     names, why = operator.order()
     names = names if dispatch.current().trials else names[-1:]
@@ -161,17 +155,6 @@ def times(operator: Operator, right: dict[str, Candidate]) -> dict[str, Verdict]
     return on_each
 
 
-def said(timed: dict[str, Verdict]) -> str:
-    """Return the times in words, such as `fused 3.1 ms, chunk 9.0 ms`."""
-
-    def words(name: str, verdict: Verdict) -> str:
-        if verdict.seconds is None:
-            return f"{name} not timed"
-        return timing.words(name, verdict.seconds, verdict.same_bits)
-
-    return ", ".join(words(name, verdict) for name, verdict in timed.items())
-
-
 def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str], list[str]]:
     """Return the names, the fastest first, of those that give the same bits in every run; and the times in words.
 
@@ -181,7 +164,8 @@ def _by_time(operator: Operator, right: dict[str, Candidate]) -> tuple[list[str]
     seconds = {name: verdict.seconds for name, verdict in timed.items() if verdict.seconds is not None}
     steady = {name: time for name, time in seconds.items() if timed[name].same_bits}
     ranked = timing.fastest_first(steady or seconds, list(right))
-    words = [said(timed)] if seconds else []
+    of_each = [timing.words(name, verdict.seconds, verdict.same_bits) for name, verdict in timed.items()]
+    words = [", ".join(of_each)] if seconds else []
     changing = [name for name in seconds if name not in steady]
     if changing and len(right) > 1:
         asks = " or ".join(f"{operator.variable}={name}" for name in changing)

@@ -111,11 +111,6 @@ def judged(case: Case[Tried], tried: Tried, name: str) -> Verdict:
     """Try an implementation on a case, and return the verdict. Memory that it leaves unwritten holds NaN.
 
     The case's arrays are its own and are evaluated at once, so this may run while something else is traced.
-
-    Args:
-        case: The case.
-        tried: The implementation.
-        name: Its name.
     """
     started = time.perf_counter()
     verdict = Verdict(name, case.name, case.bound, reference=case.reference, bounds=dict(case.bounds))

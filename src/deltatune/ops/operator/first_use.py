@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...machine import backend
 from . import foresight, verdicts
 from .case import Case, Tried, judged
 from .verdicts import Verdict
@@ -40,36 +39,20 @@ def is_right(
 ) -> bool:
     """Whether a kernel is right on this machine, which is tried once in a process for each kind of call.
 
-    Args:
-        case_of: Makes the case from `kind` and `arrays`.
-        kind: The parameters of the kernel's text.
-        run: Runs the kernel's launch.
-        instead: The fallback of a kernel that is wrong, for the warning.
-        arrays: Further arguments of `case_of`, of which only the number makes a difference.
+    `kind` has the parameters of the kernel's text; the case is made from these and `arrays`, of which only the number
+    makes a difference. `run` runs the kernel's launch; `instead` is the fallback of a wrong kernel, for the warning.
     """
     key: tuple[Any, ...] = (case_of, kind, len(arrays), run)
     if key not in _right and foresight.looks_ahead():
         foresight.build(key, lambda: case_of(*kind, *arrays).call(run))
         return True
     if key not in _right:
-        _right[key] = _is_right_now(case_of, kind, run, instead, arrays)
+        name, shape = case_of.__module__.rpartition(".")[2], _Kind(repr((case_of.__qualname__, kind, len(arrays))))
+        verdict = verdicts.remembered(name, shape)
+        if verdict is None:
+            verdict = verdicts.of_refused(judged(case_of(*kind, *arrays), run, "kernel"), name, shape)
+        _right[key] = _said(verdict, instead)
     return _right[key]
-
-
-def _is_right_now(
-    case_of: Callable[..., Case[Any]],
-    kind: tuple[Hashable, ...],
-    run: Callable[..., list[mx.array]],
-    instead: str,
-    arrays: Sequence[mx.array],
-) -> bool:
-    if backend.device() != "metal":
-        return agrees(case_of(*kind, *arrays), run, instead)
-    name, shape = case_of.__module__.rpartition(".")[2], _Kind(repr((case_of.__qualname__, kind, len(arrays))))
-    verdict = verdicts.stored(name, shape)
-    if verdict is None:
-        verdict = verdicts.of_refused(judged(case_of(*kind, *arrays), run, "kernel"), name, shape)
-    return _said(verdict, instead)
 
 
 def agrees(case: Case[Tried], run: Tried, instead: str = "MLX's operations") -> bool:

@@ -62,14 +62,9 @@ class KernelOperator:
         arrays: Sequence[mx.array] = (),
         device: Device | None = None,
     ) -> bool:
-        """Whether the kernels are for this device and right on this machine; a small case needs no trial.
+        """Whether the kernels are for this device and right on this machine; arguments are those of first_use.is_right.
 
-        Nor does a call within `launch.on`, which chooses the device of the kernels.
-
-        Args:
-            kind: The parameters of the kernels' text.
-            arrays: Further arguments of `case_of`, of which only the number makes a difference.
-            device: The device of the trial, of which MLX's default is the default.
+        A small case needs no trial, nor does a call within `launch.on`, which chooses the device of the kernels.
         """
         if device is None and (forced() or is_small_case() or not self.is_for_here):
             return forced() or self.is_for_here

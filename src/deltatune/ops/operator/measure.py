@@ -33,19 +33,10 @@ def euclidean_norm(array: np.ndarray) -> float:
 def relative_error(
     result: mx.array | np.ndarray, truth: mx.array | np.ndarray, size: Callable[[np.ndarray], float] = largest_element
 ) -> float:
-    """Return the size of the difference over the size of `truth`, in float64.
+    """Return the size of the difference over the size of `truth`, in float64; the size is that of the largest element.
 
     It is infinite for arrays of different shapes, where either has NaN or infinity in it, since nothing can be compared
     with that, and where the truth alone is zero.
-
-    Args:
-        result: The computed result.
-        truth: The reference result.
-        size: The size of an array: that of its largest element, or its norm.
-
-    Example:
-        >>> relative_error(mx.array([1.0, 2.5]), mx.array([1.0, 2.0]))
-        0.25
     """
     one, other = as_float64(result), as_float64(truth)
     if one.shape != other.shape or not (np.isfinite(one).all() and np.isfinite(other).all()):
@@ -81,9 +72,8 @@ def in_float64(function: Callable[..., Sequence[mx.array]], *groups: Sequence[mx
 def poison(like: Iterable[mx.array] = (), *, thoroughly: bool = True) -> None:
     """Fill memory with NaN and free it, so that MLX's next arrays hold NaN wherever nothing is written.
 
-    Args:
-        like: Arrays of the sizes that the next results will have.
-        thoroughly: Whether buffers of other sizes are filled, too, after those that MLX keeps have been given back.
+    It fills buffers of the sizes of `like` and, if done thoroughly, of other sizes too, once MLX has given back those
+    that it keeps.
     """
     shapes = [(array.shape, array.dtype) for array in like if mx.issubdtype(array.dtype, mx.floating)]
     if thoroughly:

@@ -106,10 +106,7 @@ class Operator:
     def order(self) -> tuple[tuple[str, ...], str]:
         """Return the implementations that this device can run, in order of preference, and the reason.
 
-        If the environment variable forces an implementation, it is the only one.
-
-        Raises:
-            UserError: The forced implementation cannot run on this device.
+        If the environment variable forces one, it is the only one; UserError where this device cannot run it.
         """
         problem = backend.too_old()
         forced = self.forced()

@@ -16,12 +16,9 @@ from ..tracing import dispatch
 
 @dataclass
 class Rankings:
-    """The choices of a run.
+    """The choices of a run: by class of calls, the names of the right implementations, and why the first is the first.
 
-    Attributes:
-        names: By class of calls, the names of the implementations that are right here, of which the first serves.
-        reasons: By class of calls, why the first is the first, in words.
-        by_time: Whether a class that is not known yet is ranked by measured times, where the device has them measured.
+    A class that is not known yet is ranked by measured times if `by_time`, where the device has them measured.
     """
 
     names: dict[str, list[str]] = field(default_factory=dict)

@@ -22,18 +22,15 @@ Run = Callable[[], list[mx.array]]
 ROUNDS = 3
 #: An implementation takes the place of one that is preferred to it if it needs less than this part of its time.
 GAIN = 0.9
+#: The fastest implementation differs with the length: calls of more tokens than each of these are classes of their own.
+LENGTHS = (8192, 2048, 0)
 #: Tells the time in seconds. Tests replace it.
 clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True)
 class TrialTime:
-    """The measurements of an implementation's runs.
-
-    Attributes:
-        seconds: The shortest time of a forward and a backward pass.
-        same_bits: Whether all runs gave the same bits.
-    """
+    """The shortest time of a forward and a backward pass in seconds, and whether all runs gave the same bits."""
 
     seconds: float
     same_bits: bool
@@ -63,22 +60,20 @@ def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
     return times
 
 
-def words(name: str, seconds: float, same_bits: bool | None) -> str:
+def length_class(tokens: int) -> int:
+    """Return the largest of LENGTHS that a call of so many tokens exceeds."""
+    return next(length for length in LENGTHS if tokens > length)
+
+
+def words(name: str, seconds: float | None, same_bits: bool | None) -> str:
     """Return the time of an implementation in words, such as `fused 3.1 ms`, and whether its bits change."""
+    if seconds is None:
+        return f"{name} not timed"
     return f"{name} {1e3 * seconds:.1f} ms" + ("" if same_bits else " (its bits change)")
 
 
 def fastest_first(seconds: Mapping[str, float], preferred: Sequence[str]) -> list[str]:
-    """Return the names from the fastest to the slowest; of equally fast ones, as GAIN says, a preferred one is first.
-
-    Args:
-        seconds: The time of each name.
-        preferred: The names in order of preference.
-
-    Example:
-        >>> fastest_first({"fused": 1.05, "chunk": 1.0, "native": 0.5}, ["fused", "native", "chunk"])
-        ['native', 'fused', 'chunk']
-    """
+    """Return the names, the fastest first; of equally fast ones, as GAIN says, a preferred one is first."""
     left, ranked = [name for name in preferred if name in seconds], []
     while left:
         fastest = min(seconds[name] for name in left)

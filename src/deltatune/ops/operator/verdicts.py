@@ -98,13 +98,7 @@ _timed: set[tuple[str, Any]] = set()
 
 
 def of(name: str, shape: Any, measure: Callable[[], Verdict]) -> Verdict:
-    """Return the verdict on an implementation: the stored one, or else that of `measure`, which is then stored.
-
-    Args:
-        name: The name of the implementation.
-        shape: The class of calls that share the verdict, a dataclass of the operator's own.
-        measure: Checks the implementation now.
-    """
+    """Return the verdict on an implementation for a class of calls, a dataclass: the stored or a new one."""
     if (name, shape) not in _known:
         _known[name, shape] = _read(path_of(name, shape)) or again(name, shape, measure)
     return _known[name, shape]
@@ -132,11 +126,6 @@ def of_refused(verdict: Verdict, name: str, shape: Any) -> Verdict:
     verdict = _with_log(verdict, path.with_suffix(".log"))
     _write(path, verdict)
     return verdict
-
-
-def stored(name: str, shape: Any) -> Verdict | None:
-    """Return the verdict that an earlier process stored, or None."""
-    return _read(path_of(name, shape))
 
 
 def _with_log(verdict: Verdict, path: Path) -> Verdict:

@@ -45,16 +45,11 @@ class AdamStep:
         healthy: mx.array,
         others: tuple[type, ...] = (),
     ) -> AdamStep | None:
-        """Make the numbers for the step that an optimizer has begun.
+        """Make the numbers for the step that an optimizer has begun, with a factor of the gradients [] fp32, or None.
 
-        Args:
-            optimizer: Its learning rate and step number are those of the step.
-            scale: A factor of the gradients, [] fp32, or None.
-            healthy: [] bool; where it is False, parameters and moments stay as they are.
-            others: Classes with the arithmetic of Adam, or of AdamW where they derive from it.
-
-        Returns:
-            None for other optimizers than these and MLX's Adam and AdamW, and on other devices than NVIDIA's GPUs.
+        Where `healthy` [] bool is False, parameters and moments stay as they are. The result is None on other devices
+        than NVIDIA's GPUs and for other optimizers than MLX's Adam and AdamW and `others`, classes with the arithmetic
+        of Adam, or of AdamW where they derive from it.
         """
         kinds = (mlx.optimizers.Adam, mlx.optimizers.AdamW, *others)
         if not OPERATOR.is_for_here or type(optimizer) not in kinds:

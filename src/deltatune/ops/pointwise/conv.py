@@ -26,12 +26,9 @@ _GROUP, _LANE = 32, 8
 
 @dataclass(frozen=True)
 class Walk:
-    """How a lane goes along the tokens.
+    """How a lane goes along the tokens: how many it computes, and how many rows it loads before it needs the first.
 
-    Attributes:
-        rows: How many tokens it computes.
-        ahead: How many rows it loads before it needs the first of them.
-        resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers.
+    So many blocks as `resident` must fit on a multiprocessor, which bounds a lane's registers.
     """
 
     rows: int
@@ -44,14 +41,9 @@ FORWARD, BACKWARD, WEIGHT = Walk(16, 3, 4), Walk(16, 3, 3), Walk(32, 2, 3)
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """The first channels of a convolution: the queries of all heads, and then their keys.
+    """The first channels of a convolution: the queries of `count` heads of `size` channels, and then their keys.
 
-    Attributes:
-        count: How many heads of queries there are, and of keys.
-        size: The channels of a head.
-        query_factor: Queries become query_factor * x / sqrt(mean(x^2) + eps).
-        key_factor: That of the keys.
-        eps: The epsilon added to the mean of the squares.
+    Queries become query_factor * x / sqrt(mean(x^2) + eps), and keys the same with theirs.
     """
 
     count: int
@@ -67,19 +59,11 @@ class NormedHeads:
 
 
 def conv_silu(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> mx.array:
-    """Return silu of the depthwise causal convolution, computed in fp32, with one kernel forward and one backward.
+    """Return silu of the depthwise causal convolution [B, T, C], computed in fp32, with one kernel each way.
 
-    Args:
-        x: [B, K - 1 + T, C] floats, C a multiple of 8: the state of K - 1 inputs, oldest first, then the tokens.
-        weight: [C, K], K from 2 to 4.
-        segments: [B, T] integers, non-decreasing along T; an output depends on inputs of its own segment only. The
-            state counts as part of the first segment.
-
-    Returns:
-        [B, T, C], in x's dtype.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
+    x [B, K - 1 + T, C], C a multiple of 8, has the state of K - 1 inputs, oldest first, then the tokens; weight is [C,
+    K], K from 2 to 4. With segments [B, T], integers that never decrease along T, an output depends on inputs of its
+    own segment only; the state counts as part of the first. ValueError where `covers` refuses the arrays.
     """
     if not covers(x, weight):
         raise ValueError(f"conv_silu: x must be [B, K - 1 + T, 8 n], weight [8 n, K], got {x.shape}, {weight.shape}.")
@@ -91,18 +75,9 @@ def conv_heads(
 ) -> list[mx.array]:
     """Return queries, keys and values: silu of the depthwise causal convolution, and the norms of queries and keys.
 
-    Args:
-        x: [B, T, C] floats; C is that of the queries, the keys and then the values, each a multiple of 8.
-        weight: [C, K], K from 2 to 4.
-        heads: The queries and keys.
-        state: [B, K - 1, C], the inputs before x, oldest first, in x's dtype. None means zeros.
-        segments: As for `conv_silu`.
-
-    Returns:
-        Queries and keys [B, T, heads.count, heads.size] and values [B, T, the other channels], in x's dtype.
-
-    Raises:
-        ValueError: `covers_heads` refuses the arrays.
+    x [B, T, C] has the channels of the queries, the keys and then the values, each a multiple of 8; state [B, K - 1, C]
+    the inputs before it, None for zeros; weight and segments are as for `conv_silu`. Queries and keys come as [B, T,
+    count, size], values as [B, T, the other channels]. ValueError where `covers_heads` refuses the arrays.
     """
     if not covers_heads(x, weight, heads, state):
         before = None if state is None else state.shape

@@ -19,20 +19,8 @@ def gates(
 ) -> tuple[mx.array, mx.array]:
     """Return log_g = -exp(A_log) softplus(a + dt_bias) and beta = largest_beta * sigmoid(b), with one kernel each way.
 
-    Args:
-        a: [..., H] floats.
-        b: [..., H] floats of the same dtype.
-        A_log: [H].
-        dt_bias: [H].
-        largest_beta: The factor of beta.
-
-    Returns:
-        log_g and beta, [..., H] fp32.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
-
-    Source: `compute_g` in mlx_lm/models/gated_delta.py.
+    a and b are [..., H] floats of one dtype, A_log and dt_bias [H], and the results [..., H] fp32. ValueError where
+    `covers` refuses the arrays. Source: `compute_g` in mlx_lm/models/gated_delta.py.
     """
     if not covers(a, b, A_log, dt_bias):
         raise ValueError(
@@ -60,20 +48,10 @@ def serves(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest
 
 
 def log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array, lower_bound: float | None = None) -> mx.array:
-    """Return the logarithm of the decay, by MLX's operations.
+    """Return the logarithm of the decay, fp32 of the shape of a [B, T, Hv] or [B, T, Hv, Dk], by MLX's operations.
 
-    It is -exp(A_log) softplus(a + dt_bias), or with a lower bound lower_bound * sigmoid(exp(A_log) (a + dt_bias)).
-
-    Args:
-        A_log: Broadcastable to `a`.
-        a: [B, T, Hv] or [B, T, Hv, Dk].
-        dt_bias: Broadcastable to `a`.
-        lower_bound: The smallest value of the result, 0 or less, or None.
-
-    Returns:
-        fp32 of the shape of `a`.
-
-    Source: `compute_g` and `compute_lower_bound_g` in mlx_lm/models/gated_delta.py.
+    It is -exp(A_log) softplus(a + dt_bias), or with a lower bound of 0 or less lower_bound * sigmoid(exp(A_log) (a +
+    dt_bias)). Source: `compute_g` and `compute_lower_bound_g` in mlx_lm/models/gated_delta.py.
     """
     rate = mx.exp(wide(A_log))
     step = wide(a) + wide(dt_bias)

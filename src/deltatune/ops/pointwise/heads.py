@@ -29,24 +29,13 @@ def turned_heads(
 ) -> list[mx.array]:
     """Return the normed and turned heads of x for attention, and the sigmoid of their gates if they have any.
 
-    A head h becomes h / sqrt(mean(h^2) + eps) * weight. Its elements i and i + rotary_dims / 2 then turn by the angle
-    t base^(-2i / rotary_dims) at position t. One kernel computes all of it in fp32, and one its gradient.
+    A head h becomes h / sqrt(mean(h^2) + eps) * weight. Its elements i and i + rotary_dims / 2 then turn by the angle t
+    base^(-2i / rotary_dims) at position t. One kernel computes all of it in fp32, and one its gradient.
 
-    Args:
-        x: [B, T, H, W] floats, W one of WIDTHS; [B, T, H, 2 W] if gated, with the gate in each head's second half.
-        weight: [W].
-        eps: The epsilon added to the mean of the squares.
-        rotary_dims: How many elements of a head turn, one of ROTARY.
-        base: That of the angles.
-        gated: Whether x has gates.
-
-    Returns:
-        [B, H, T, W] in x's dtype; if gated, also sigmoid(gate) [B, T, H, W].
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
-
-    Source: `Qwen3NextAttention` of mlx_lm/models/qwen3_next.py, with `mx.fast.rope` (traditional=False).
+    x is [B, T, H, W], W one of WIDTHS, or [B, T, H, 2 W] if gated, with the gate in each head's second half; the weight
+    is [W], and rotary_dims one of ROTARY. The result is [B, H, T, W] in x's dtype, and the gates' [B, T, H, W].
+    ValueError where `covers` refuses the arrays. Source: `Qwen3NextAttention` of mlx_lm/models/qwen3_next.py, with
+    `mx.fast.rope` (traditional=False).
     """
     if not covers(x, weight, rotary_dims, gated):
         raise ValueError(
@@ -59,17 +48,9 @@ def turned_heads(
 
 
 def times_gate(y: mx.array, gate: mx.array) -> mx.array:
-    """Return the output of attention times a gate, one token after the other, with one kernel each way.
+    """Return attention's output y [B, H, T, W] times a gate [B, T, H, W], as the gate lies, with one kernel each way.
 
-    Args:
-        y: [B, H, T, W] floats, W a multiple of 8.
-        gate: [B, T, H, W], in y's dtype.
-
-    Returns:
-        [B, T, H, W], in y's dtype.
-
-    Raises:
-        ValueError: `covers_gate` refuses the arrays.
+    W is a multiple of 8, and both have one dtype; ValueError where `covers_gate` refuses the arrays.
     """
     if not covers_gate(y, gate):
         raise ValueError(

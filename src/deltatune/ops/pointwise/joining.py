@@ -20,10 +20,9 @@ MOST = 64
 
 
 def end_to_end(arrays: Sequence[mx.array]) -> mx.array:
-    """Return the numbers of all arrays one after another, [n] fp32; there is no gradient.
+    """Return the numbers of all arrays, of any shape, one after another, [n] fp32; there is no gradient.
 
-    Args:
-        arrays: Arrays of any shape; of several dtypes, mx.concatenate joins them.
+    Arrays of several dtypes are joined by mx.concatenate.
     """
     dtypes = {array.dtype for array in arrays}
     if not forced() and (len(arrays) < 2 or len(dtypes) > 1 or not OPERATOR.serves(*dtypes)):

@@ -21,16 +21,7 @@ _FEWEST_PARTS, _MOST_PARTS, _ROWS_OF_A_PART = 16, 4096, 16
 def norm(x: mx.array, factor: float, eps: float) -> mx.array:
     """Return factor * x / sqrt(mean(x^2) + eps), computed in fp32, with one kernel forward and one backward.
 
-    Args:
-        x: [..., W] floats, W one of WIDTHS.
-        factor: A constant.
-        eps: The epsilon added to the mean of the squares.
-
-    Returns:
-        The shape and dtype of x.
-
-    Raises:
-        ValueError: The kernels do not support W.
+    x is [..., W], W one of WIDTHS, and else a ValueError; the result has its shape and dtype.
     """
     passes = _norm(_width(x), float(factor), float(eps))
     return passes(x.reshape(-1, 8))[0].reshape(x.shape)
@@ -39,20 +30,9 @@ def norm(x: mx.array, factor: float, eps: float) -> mx.array:
 def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> mx.array:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate), computed in fp32, with one kernel each way.
 
-    Args:
-        x: [..., W] floats, W one of WIDTHS.
-        weight: [W].
-        gate: Floats of the shape and dtype of x.
-        eps: The epsilon added to the mean of the squares.
-
-    Returns:
-        The shape and dtype of x.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit.
-
-    Source: `RMSNormGated` of mlx_lm/models/qwen3_next.py and of transformers, which round the norm before they
-    multiply it by the weight.
+    x [..., W], W one of WIDTHS, the gate and the result have one shape and dtype, the weight is [W]; and else a
+    ValueError. Source: `RMSNormGated` of mlx_lm/models/qwen3_next.py and of transformers, which round the norm before
+    they multiply it by the weight.
     """
     if gate.shape != x.shape or gate.dtype != x.dtype or weight.shape != x.shape[-1:]:
         raise ValueError(
@@ -66,20 +46,9 @@ def gated_norm(x: mx.array, weight: mx.array, gate: mx.array, eps: float) -> mx.
 def norm_and_gate(x: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Return a / sqrt(mean(a^2) + eps) * weight and sigmoid(b) for the halves a and b of x's last axis.
 
-    One kernel computes both in fp32, and one their gradient, so that neither half is ever copied.
-
-    Args:
-        x: [..., 2 W] floats, W one of WIDTHS.
-        weight: [W].
-        eps: The epsilon added to the mean of the squares.
-
-    Returns:
-        Two arrays [..., W] in x's dtype.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit.
-
-    Source: the queries and the gate of `Qwen3NextAttention` in mlx_lm/models/qwen3_next.py.
+    x is [..., 2 W], W one of WIDTHS, and the weight [W], or ValueError. One kernel computes both results, [..., W] in
+    x's dtype, in fp32, and one their gradient, so that neither half is ever copied. Source: the queries and the gate of
+    `Qwen3NextAttention` in mlx_lm/models/qwen3_next.py.
     """
     if not covers_halves(x, weight):
         raise ValueError(

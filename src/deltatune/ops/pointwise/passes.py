@@ -28,16 +28,10 @@ def by_lane(
     constants: tuple[int, ...] = (),
     resident: int = 0,
 ) -> Launch:
-    """Return the launch of one kernel body.
+    """Return the launch of the kernel body `name`, for so many lanes, with compile-time constants.
 
-    Args:
-        name: The name of the body.
-        inputs: The input arrays by name.
-        outputs: The shapes and dtypes of the output arrays by name.
-        arguments: The body's arguments, as they are written in the kernel's text: all, or those before its arrays.
-        lanes: How many lanes the body needs.
-        constants: The body's compile-time constants.
-        resident: How many blocks must fit on a multiprocessor, which bounds a lane's registers; 0 for no bound.
+    `arguments` are written in the kernel's text: all, or those before its arrays. So many blocks as `resident` must fit
+    on a multiprocessor, which bounds a lane's registers; 0 sets no bound.
     """
     if not any(name in arguments for name in inputs | outputs):
         arguments = (*arguments, *inputs, *outputs)
@@ -115,10 +109,7 @@ class Passes:
     def passes_trial(self, *kinds: Kind, others: Arrays = (), device: Device | None = None) -> bool:
         """Whether both kernels are for this device and agree with `plain`, which is tried once for each kind.
 
-        Args:
-            kinds: The shapes and dtypes of random arguments.
-            others: The arguments after them.
-            device: The device of the trial, of which MLX's default is the default.
+        The trial has random arguments of these shapes and dtypes, followed by `others`.
         """
         return OPERATOR.serves(self, kinds, arrays=others, device=device)
 

@@ -26,12 +26,7 @@ _WIDTH = f"(x_shape[1] / {_LANE})"
 
 
 def take_rows(x: mx.array, index: mx.array) -> mx.array:
-    """Return x[index], [R, D].
-
-    Args:
-        x: [N, D].
-        index: Integers [R].
-    """
+    """Return x[index], [R, D], of x [N, D] and integers [R]."""
     if not forced() and not serves(x, index.size):
         return x[index]
     if index.dtype not in (mx.int32, mx.uint32):
@@ -46,12 +41,7 @@ def take_rows(x: mx.array, index: mx.array) -> mx.array:
 def embedded(weight: mx.array, ids: mx.array) -> mx.array:
     """Return weight[ids], with the weight's gradient by MLX's operations, which run only where something uses it.
 
-    Args:
-        weight: [N, D], D a multiple of 8.
-        ids: Integers of any shape.
-
-    Returns:
-        [..., D] in the weight's dtype.
+    The weight is [N, D], D a multiple of 8.
     """
     if is_small_case():
         note("embedded")
@@ -74,13 +64,9 @@ def _embedded() -> Any:
 
 
 def sum_rows(x: mx.array, index: mx.array, weights: mx.array | None = None, dtype: mx.Dtype | None = None) -> mx.array:
-    """Return the sum over k of weights[n, k] x[index[n, k]], [N, D], with fp32 sums.
+    """Return the sum over k of weights[n, k] x[index[n, k]], [N, D], with fp32 sums, by default in x's dtype.
 
-    Args:
-        x: [R, D].
-        index: Integers [N, k].
-        weights: [N, k] fp32; None means 1.
-        dtype: That of the result; None means that of x.
+    x is [R, D], the index [N, k], and the weights [N, k] fp32; None means 1.
     """
     dtype = dtype or x.dtype
     if not forced() and not serves(x, index.size):

@@ -24,14 +24,8 @@ def gradients(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Return h = silu(gate) * x, the gradients of gate and of x, and that of the scores, computed in fp32.
 
-    Args:
-        gate: [R, I], I a multiple of 8.
-        x: [R, I] of the same dtype.
-        d: The gradient of score * h without the factor `score`, [R, I] of the same dtype.
-        score: [R] fp32.
-
-    Returns:
-        Three arrays [R, I] of the same dtype, and [R] fp32.
+    gate, x and d, the gradient of score * h without that factor, are [R, I] of one dtype, I a multiple of 8, as are the
+    first three results; the scores and their gradient are [R] fp32.
     """
     inputs: Arrays = {"gate": gate, "x": x, "d": d, "score": score}
     outputs: Outputs = dict.fromkeys(("hidden", "dgate", "dx"), (gate.shape, gate.dtype))
@@ -53,11 +47,7 @@ def with_mlx(
 ) -> tuple[mx.array, list[mx.array], mx.array]:
     """Return activation(*inner), the gradients of `inner`, and those of the scores, by MLX's operations.
 
-    Args:
-        activation: An elementwise function.
-        inner: Its arguments, [..., I].
-        d: The gradient of score * activation(*inner) without the factor `score`.
-        score: [..., 1].
+    `inner` are [..., I], d is the gradient of score * activation(*inner) without that factor, and the score [..., 1].
     """
     weighted = d * score.astype(d.dtype)
     (hidden,), d_inner = mx.vjp(lambda *arrays: [activation(*arrays)], list(inner), [weighted])

@@ -13,15 +13,7 @@ from .passes import Arrays, Passes, by_lane, pieces_of
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """Return silu(gate) * x, computed in fp32, with one kernel forward and one backward.
 
-    Args:
-        gate: Floats of any shape with a number of elements that is a multiple of 8.
-        x: Floats of the same shape and dtype.
-
-    Returns:
-        The same shape and dtype.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
+    Both have one shape and dtype, and a multiple of 8 as their number of elements, or ValueError.
     """
     if not covers(gate, x):
         got = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"

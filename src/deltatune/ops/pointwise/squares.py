@@ -24,11 +24,7 @@ _LANE, _GROUP = 8, 32
 
 
 def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
-    """Return the sum of the squares of all elements, [] fp32, summed in fp32; there is no gradient.
-
-    Args:
-        arrays: Arrays of floats of any shape.
-    """
+    """Return the sum of the squares of all elements, [] fp32, summed in fp32; there is no gradient."""
     dtypes = {array.dtype for array in arrays}
     if not forced() and not all(dtype in BOUNDS and OPERATOR.serves(dtype) for dtype in dtypes):
         return _with_mlx(arrays)

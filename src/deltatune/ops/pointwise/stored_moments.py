@@ -35,8 +35,7 @@ _NEIGHBOUR = 1 / 255 + 1e-6
 def values(signed: bool) -> mx.array:
     """Return the value of each code, [256] fp32: 0, the positive ones ascending up to 1, then the negative ones.
 
-    Args:
-        signed: Whether half of the codes are negative; otherwise each decade has twice as many intervals.
+    Unless half of the codes are `signed`, each decade has twice as many intervals.
     """
     positive = [0.0]
     for decade in range(_DECADES):
@@ -53,10 +52,7 @@ def _intervals(decade: int, signed: bool) -> int:
 def quantized(x: mx.array, signed: bool) -> tuple[mx.array, mx.array]:
     """Return the codes of x, uint8 in its shape, and the scales of its blocks, [ceil(size / BLOCK)] fp32.
 
-    Args:
-        x: The numbers, of which none is negative unless `signed`. One above 0 that is not signed never becomes 0, since
-            Adam divides by its root.
-        signed: As for values().
+    Unless it is `signed`, no number is negative, and one above 0 never becomes 0, since Adam divides by its root.
     """
     flat = x.reshape(-1)
     blocks = mx.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
@@ -89,11 +85,7 @@ def dequantized(codes: mx.array, scales: mx.array, signed: bool) -> mx.array:
 
 @dataclass(frozen=True)
 class EightBitStep:
-    """A step of Adam on moments of 8 bits, for adam_step_8bit in kernels/passes/stored_moments.h.
-
-    Attributes:
-        numbers: The numbers that all parameters of the step share.
-    """
+    """A step of Adam on moments of 8 bits, for adam_step_8bit in kernels/passes/stored_moments.h."""
 
     numbers: AdamStep
     # The arrays that a step replaces, by their names in an optimizer's state.
@@ -107,11 +99,8 @@ class EightBitStep:
     def __call__(self, parameter: mx.array, gradient: mx.array, *moments: mx.array) -> list[mx.array]:
         """Return the new parameter, and the new arrays for the names in EightBitStep.moments.
 
-        Args:
-            parameter: [...] floats.
-            gradient: Of the parameter's shape.
-            moments: The codes of m, uint8 in that shape; the scales of its blocks, [ceil(size / BLOCK)] fp32; and
-                those of v.
+        The moments are the codes of m, uint8 in the parameter's shape, the scales of its blocks, [ceil(size / BLOCK)]
+        fp32, and those of v.
         """
         inputs: Arrays = {"fixed": self.numbers.fixed, "moving": self.numbers.moving}
         inputs |= {"signs": values(signed=True), "magnitudes": values(signed=False)}

@@ -27,14 +27,7 @@ _PIECES = 4
 def unpack(matrix: Sequence[mx.array], group_size: int, bits: int, dtype: mx.Dtype) -> mx.array:
     """Return the numbers of a matrix, scale q + bias in fp32 and rounded once, with the gradients of mx.dequantize.
 
-    Args:
-        matrix: Words [..., in bits / 32] uint32, and scales and biases [..., in / group_size], floats of one dtype.
-        group_size: How many numbers share a scale and a bias.
-        bits: The bits of a number.
-        dtype: That of the result.
-
-    Returns:
-        [..., in].
+    The matrix is words [..., in bits / 32] uint32, and scales and biases [..., in / group_size], floats of one dtype.
     """
 
     def forward(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:

@@ -39,12 +39,7 @@ GRADIENTS = replace(
 
 
 def vocabulary_losses(logits: mx.array, targets: mx.array) -> mx.array:
-    """Return the cross-entropies of `logits`, [n] fp32 in nats, computed in fp32; gradients reach `logits`.
-
-    Args:
-        logits: [n, V] floats.
-        targets: [n] integers from 0 to V - 1.
-    """
+    """Return the cross-entropies [n] fp32, in nats, of logits [n, V] and targets [n]; gradients reach the logits."""
     return _function()(logits, targets.astype(mx.int32))[0]
 
 

@@ -41,18 +41,8 @@ BACKWARD = replace(FORWARD, name="weighted_norm_backward", arrays=("eps", "h", "
 def weighted_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in fp32 and rounded once.
 
-    Args:
-        x: [..., W] floats, W a multiple of 8.
-        weight: [W] floats.
-        eps: The epsilon added to the mean of the squares.
-
-    Returns:
-        The shape and dtype of x.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
-
-    Source: `mx.fast.rms_norm`, which rounds the norm before it multiplies it by the weight.
+    x is [..., W], W a multiple of 8, and the weight [W]; ValueError where `covers` refuses them. `mx.fast.rms_norm`
+    rounds the norm before it multiplies it by the weight.
     """
     return _called("alone", eps, x, weight)[0]
 
@@ -68,14 +58,7 @@ def branch_norm(x: mx.array, weight: mx.array, eps: float) -> list[mx.array]:
 def sum_norm(x: mx.array, other: mx.array, weight: mx.array, eps: float) -> list[mx.array]:
     """Return x + other and its weighted_norm, and add the gradients of both in the norm's backward pass.
 
-    Args:
-        x: [..., W] floats, W a multiple of 8.
-        other: The other term of the sum, of x's shape and dtype.
-        weight: [W] floats.
-        eps: The epsilon added to the mean of the squares.
-
-    Raises:
-        ValueError: `covers` refuses the arrays.
+    `other` has x's shape and dtype; further arguments are those of weighted_norm.
     """
     return _called("sum", eps, x, other, weight)
 

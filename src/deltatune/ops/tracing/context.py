@@ -10,14 +10,10 @@ Record = TypeVar("Record")
 
 
 class Context(Generic[Record]):
-    """One record in force for each thread.
+    """One record in force for each thread; `current` returns it.
 
-    Args:
-        outside: The record outside all contexts.
-        fresh: Makes the value of an attribute that the outermost context begins with, by the attribute's name.
-
-    Attributes:
-        current: Returns the record that is in force. It is the variable's own method, since decoders ask at every call.
+    `fresh` makes the values of attributes that the outermost context begins with. `current` is the variable's own
+    method, since decoders ask at every call.
     """
 
     def __init__(self, outside: Record, **fresh: Callable[[], Any]):

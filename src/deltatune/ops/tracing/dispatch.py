@@ -18,12 +18,9 @@ from .context import Context
 
 @dataclass(frozen=True)
 class NotedCall:
-    """A call of a patched function.
+    """A call of a patched function of "gated delta", "attention" or "experts", with the ids of its callers' `self`.
 
-    Attributes:
-        operator: The operator: "gated delta", "attention" or "experts".
-        callers: The ids of the `self` of every stack frame above it.
-        implementation: The name of the implementation that serves it in training; "" where upstream's code does.
+    `implementation` names the one that serves it in training; it is "" where upstream's code does.
     """
 
     operator: str

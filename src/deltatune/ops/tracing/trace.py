@@ -27,14 +27,8 @@ from .known import Known
 class Factors:
     """Arrays that are computed from the trainable weights alone, in the order in which a step asks for them.
 
-    A first trace of the step notes them. They are computed once, and are arguments of the traces that follow.
-
-    Args:
-        computed: The noted arrays that are arguments of this trace, by their numbers; None in the first trace.
-
-    Attributes:
-        noted: The arrays.
-        handed: The arrays in their place that the step computes with, which are zeros in the first trace.
+    A first trace of the step notes them (`noted`), and computes with zeros in their place (`handed`). They are computed
+    once, and are arguments of the traces that follow, which get them by their numbers.
     """
 
     def __init__(self, computed: Mapping[int, mx.array] | None = None):
@@ -55,11 +49,9 @@ class Factors:
 
 
 class RouterWatch(NamedTuple):
-    """How the routers of a mixture are watched.
+    """How the routers of a mixture are watched, and whether their sums get gradients.
 
-    Attributes:
-        real: Which positions of the batch, or of the piece that runs, hold tokens that count, [B, T] bool.
-        trained: Whether the routers' sums get gradients.
+    `real` [B, T] bool tells which positions of the batch, or of the piece that runs, hold tokens that count.
     """
 
     real: mx.array

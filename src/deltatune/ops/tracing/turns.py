@@ -16,12 +16,7 @@ from . import trace
 
 
 class Turn(NamedTuple):
-    """One turn of a loop.
-
-    Attributes:
-        start, stop: Where its part begins and ends.
-        left_out: How many turns it stands for, which are not traced; 0 for a turn as it is.
-    """
+    """One turn of a loop, from start to stop, or several that are left out of the trace; 0 for a turn as it is."""
 
     start: int
     stop: int

@@ -42,13 +42,7 @@ class ParityRun:
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One family to train.
-
-    Args:
-        family: The model family.
-        dora: Whether the adapters are DoRA instead of LoRA.
-        bits: To how many bits the base is quantised here; transformers then trains the same base dequantised.
-    """
+    """One family to train, with LoRA or DoRA; transformers trains a base of so many `bits` dequantised."""
 
     family: Family
     dora: bool = False

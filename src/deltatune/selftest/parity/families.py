@@ -18,18 +18,11 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A model family with a tiny checkpoint that is drawn from a seed.
+    """A model family with a tiny checkpoint that is drawn from a seed, by the options of its transformers config.
 
-    Args:
-        model_type: Transformers' name of the family.
-        options: Options of the transformers config.
-        rename: Regular expressions and replacements that turn a transformers module path into mlx-lm's.
-        centred_norms: Whether a norm's weight is stored as its difference from 1.
-        embedding_deviation: The standard deviation of embeddings.
-        learning_rate: The learning rate of every step.
-        not_adapted: Names of modules without an adapter.
-        draw: Which of the seeded checkpoints to use; it was chosen for well-conditioned training, in which no token has
-            two experts with almost equal scores.
+    Pairs in `rename` turn a transformers module path into mlx-lm's by regular expression. With `centred_norms` a norm's
+    weight is stored as its difference from 1. `draw` chooses a seeded checkpoint for well-conditioned training, in
+    which no token has two experts with almost equal scores.
     """
 
     model_type: str

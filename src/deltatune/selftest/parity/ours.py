@@ -72,16 +72,9 @@ def adapt(case: ParityCase, model: nn.Module, adapters: Adapters) -> dict[str, n
 def install(
     model: nn.Module, adapters: Adapters, mlx_path: Callable[[str], str], kind: str = "lora"
 ) -> dict[str, nn.Module]:
-    """Convert exactly the modules named in `adapters` with deltatune, and set their initial values.
+    """Convert exactly the modules in `adapters`, named by transformers' paths, to `kind`, with these initial values.
 
-    Args:
-        model: The model.
-        adapters: Initial values by transformers' paths.
-        mlx_path: Maps a path of transformers to the model's own.
-        kind: `lora` or `dora`.
-
-    Returns:
-        The adapted modules by transformers' paths.
+    `mlx_path` maps a path of transformers to the model's own. Returns the adapted modules by transformers' paths.
     """
     paths = {path: mlx_path(path) for path in adapters}
     lora = LoraConfig(rank=RANK, scale=SCALE, keys=list(paths.values()))
@@ -118,16 +111,9 @@ def train(
     batch: Callable[[int], Batch],
     steps: int = STEPS,
 ) -> ParityRun:
-    """Follow the recipe through deltatune's patches, training step and loss.
+    """Follow the recipe on the adapted `modules`, by transformers' paths, through deltatune's patches, step and loss.
 
-    Args:
-        model: The model with its adapters.
-        modules: Its adapted modules, by transformers' paths.
-        mlx_path: Maps a path of transformers to the model's own.
-        learning_rate: The learning rate of every step.
-        prepare: Called when the patches are in force; returns the loss.
-        batch: The batch of a step, by the step's index.
-        steps: How many steps to train.
+    `prepare` returns the loss once the patches are in force, and `batch` the batch of a step.
     """
     settings = {"betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
     constant: dict[str, Any] = {"lr_schedule": "constant", "warmup": 0.0, "learning_rate": learning_rate}

@@ -20,15 +20,9 @@ PROJECTIONS = 6
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest differences between a run and its reference.
+    """The largest differences between a run and its reference, with the step of the loss and the names of the others.
 
-    Args:
-        loss: The largest absolute difference of a loss.
-        step: The step of that loss.
-        gradient: The largest difference of a gradient of the first step, relative to the gradient's norm.
-        gradient_of: The name of that gradient.
-        adapter: The largest difference of a final adapter, relative to the norm of its change in training.
-        adapter_of: The name of that adapter.
+    A gradient's is relative to its norm, and a final adapter's to the norm of its change in training.
     """
 
     loss: float
@@ -113,16 +107,9 @@ def write(name: str, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded run of transformers and PEFT.
+    """A recorded run of transformers and PEFT; `targets` has (inputs, outputs) of the adapted modules by their paths.
 
-    Args:
-        config: config.json of the checkpoint.
-        shapes: The shapes of the checkpoint's tensors.
-        targets: (inputs, outputs) of the adapted modules, by transformers' paths.
-        checksums: The checksums of the checkpoint and the batches.
-        losses: The loss of every step.
-        gradients: The gradients of the first step.
-        adapters: The adapters after the last step.
+    The losses are those of every step, the gradients of the first step, and the adapters those after the last.
     """
 
     config: dict[str, Any]
@@ -134,11 +121,7 @@ class Recording:
     adapters: dict[str, Tensor]
 
     def weights(self, case: ParityCase | VisionCase) -> Weights:
-        """Draw the checkpoint again.
-
-        Raises:
-            ValueError: If the checkpoint or the batches are not those of the recording.
-        """
+        """Draw the checkpoint again; ValueError if it or the batches are not those of the recording."""
         if isinstance(case, ParityCase):
             weights = case.family.weights(self.shapes)
             drawn = checksums(weights)
@@ -150,11 +133,7 @@ class Recording:
         return weights
 
     def compare(self, run: ParityRun) -> Difference:
-        """Compare a run with the recorded one.
-
-        Raises:
-            ValueError: If the run trained other adapters.
-        """
+        """Compare a run with the recorded one; ValueError if the run trained other adapters."""
         gaps = np.abs(np.subtract(run.losses, self.losses))
         step = int(np.argmax(gaps))
         return Difference(

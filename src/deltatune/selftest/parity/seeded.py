@@ -66,13 +66,7 @@ def lora(module: str, rows_in: int, rows_out: int, rank: int) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch.
-
-    Args:
-        tokens: [B, T + 1], int32.
-        counts: [B, T], fp32: 1 where the loss counts the prediction of tokens[:, 1:].
-        lengths: The valid tokens of each row.
-    """
+    """A batch of tokens [B, T + 1] int32, of which `counts` [B, T] fp32 has 1 where the loss counts the prediction."""
 
     tokens: np.ndarray
     counts: np.ndarray

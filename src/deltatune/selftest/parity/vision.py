@@ -35,17 +35,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 
 
 @dataclass(frozen=True)
 class VisionCase:
-    """A model family with a vision tower.
-
-    Args:
-        model_type: Transformers' name of the family.
-        text: Options of the transformers text_config.
-        deep: Indices of the tower layers with features that the language model adds (deepstack).
-        centred_norms: Whether a norm's weight is stored as its difference from 1.
-        learning_rate: The learning rate of every step.
-        draw: Which of the seeded checkpoints to use.
-        videos: Whether the batches also have videos.
-    """
+    """A model family with a vision tower; `deep` lists the tower's layers that the language model reads (deepstack)."""
 
     model_type: str
     text: Config

@@ -219,12 +219,6 @@ struct RowFactors {
   inline float operator()(int row) const { return factors[row]; }
 };
 
-template <int COUNT>
-inline void clear_tiles(thread Tile* tiles) {
-  DELTATUNE_UNROLL
-  for (int m = 0; m < COUNT; ++m) tile_clear(tiles[m]);
-}
-
 // The factor that makes sums relative to the maximum `now`. Where it stays, it is 1: Metal's exp2(0) may be off, and its
 // error would be repeated in every step.
 inline float rescaling(float before, float now) {

@@ -34,7 +34,7 @@ struct GradientMemory {
   static constexpr constant int slices_end = slices + STAGES * stage;
   static constexpr constant int diagonal = pairs_end > slices_end ? pairs_end : slices_end;
   static constexpr constant int decay = diagonal + C * 17 * 4;
-  static constexpr constant int scalars = decay + align16(Decay<C>::floats * 4);
+  static constexpr constant int scalars = decay + padded(Decay<C>::floats * 4);
   static constexpr constant int sums = scalars + (ahead ? 7 : 4) * C * 4;
   static constexpr constant int parts = sums + 2 * C * (C / 16) * 4;
   static constexpr constant int arrivals = parts + 3 * C * room * 4 + 32 * 4;

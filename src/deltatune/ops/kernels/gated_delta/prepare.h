@@ -13,7 +13,7 @@ struct PrepareMemory {
   static constexpr constant int n = !ERASES || q_end > scratch_end ? q_end : scratch_end;
   static constexpr constant int blocks = n + (ERASES ? C * (C + 8) * Wide<In>::bytes : 0);
   static constexpr constant int decay = blocks + (ERASES ? C * 17 * 4 : 0);
-  static constexpr constant int gate = decay + align16(Decay<C>::floats * 4);
+  static constexpr constant int gate = decay + padded(Decay<C>::floats * 4);
   static constexpr constant int rate = gate + C * 4;
   static constexpr constant int arrivals = rate + C * 4;
   static constexpr constant int bytes = arrivals + 16;

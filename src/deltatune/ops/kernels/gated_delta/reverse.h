@@ -74,8 +74,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     Tile x[tiles];
     Chains<SPLIT, tiles> chains;
     chains.start();
-    DELTATUNE_UNROLL
-    for (int j = 0; j < tiles; ++j) tile_clear(x[j]);
+    clear_tiles<tiles>(x);
     DELTATUNE_UNROLL
     for (int m = 0; m < key_tiles; ++m) {
       Precise<In> s;

@@ -84,10 +84,7 @@ inline constexpr bool reaches_up(int i) {
 template <int SPLIT, int TILES>
 struct Chains {
   Tile odd[SPLIT > 1 ? TILES : 1];
-  inline void start() {
-    DELTATUNE_UNROLL
-    for (int n = 0; n < (SPLIT > 1 ? TILES : 1); ++n) tile_clear(odd[n]);
-  }
+  inline void start() { clear_tiles<(SPLIT > 1 ? TILES : 1)>(odd); }
   template <typename A, typename B>
   inline void add(thread Tile* sums, int n, int turn, A a, B b, int lane) {
     if (SPLIT > 1 && turn % 2) multiply(odd[SPLIT > 1 ? n : 0], a, b, lane);

@@ -97,8 +97,7 @@ inline void expert_product(Place at, threadgroup char* memory, int inputs, int o
   const auto weight_from = weight + (long)expert * inputs * outputs + (TRANSPOSED ? (long)column * inputs : column);
 
   Tile sums[down * over];
-  DELTATUNE_UNROLL
-  for (int m = 0; m < down * over; ++m) tile_clear(sums[m]);
+  clear_tiles<down * over>(sums);
   arrivals_start(memory + Memory::arrivals, at.index);
   for (int step = -1; step < steps; ++step) {
     if (step >= 0) {
@@ -185,8 +184,7 @@ inline void expert_gradient(Place at, threadgroup char* memory, int height, int 
   const auto right_from = right_rows + (long)start * width + column;
 
   Tile sums[down * over];
-  DELTATUNE_UNROLL
-  for (int m = 0; m < down * over; ++m) tile_clear(sums[m]);
+  clear_tiles<down * over>(sums);
   arrivals_start(memory + Memory::arrivals, at.index);
   for (int step = -1; step < steps; ++step) {
     if (step >= 0) {
@@ -206,8 +204,7 @@ inline void expert_gradient(Place at, threadgroup char* memory, int height, int 
     }
     if (step < 0 || tall == 0) continue;
     threadgroup char* stage = memory + (step & 1) * Memory::stage;
-    const auto l =
-        turned(shared_at<Exact<In>>(stage, Memory::left, DEPTH * left_stride), left_stride, own_row, 0);
+    const auto l = turned(shared_at<Exact<In>>(stage, Memory::left, DEPTH * left_stride), left_stride, own_row, 0);
     const auto r =
         straight(shared_at<Exact<In>>(stage, Memory::right, DEPTH * right_stride), right_stride, 0, own_column);
     add_stage<down, over, DEPTH>(sums, l, r, tall, wide, count - step * DEPTH, at.lane);
