@@ -109,10 +109,7 @@ class FewLayers(NamedTuple):
 
 
 def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
-    """Choose layers of every kind, the last of the kind of the model's last layer.
-
-    A model may give its layers masks by their positions: those kept then have mixers in the order of its first ones.
-    """
+    """Choose layers of every kind, at the end two like the model's last two; it must call them as among all."""
     layers = describe(model)
     if len(layers) <= _FEWEST or _held(model) is None:
         every = list(range(len(layers)))
@@ -123,7 +120,7 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     gradients = {kind: _trained(layer) for kind, layer in zip(kinds, layers, strict=True)}
     # Pictures enter layers by their positions, too.
     among_all = [] if has_vision(model) else _calls(model)
-    calls: list[Any] = [*among_all] or [None] * len(kinds)
+    calls: Sequence[Any] = among_all or [None] * len(kinds)
     mixers = [(layer.kind, layer.experts, call) for layer, call in zip(layers, calls, strict=True)]
     # A model may look at its first layer with a mixer for the masks of all.
     free, ordered = (_chosen(mixers, kinds, places) for places in (1 + max(map(mixers.index, mixers)), len(kinds)))
@@ -139,8 +136,7 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
 def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
     """How a model calls its layers on a row longer than their windows, and their carries; nothing is computed.
 
-    Nothing is returned of a model that looks for layers or caches at positions where it has none. Calls of layers that
-    hand on more than hidden states are not known.
+    Nothing is returned of a model that looks for layers or caches at positions where it has none.
     """
     layers = describe(model)
     recorder = Recorder()
@@ -148,7 +144,7 @@ def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
         carried = carries(model, layers)
         with undisturbed(model), LayerCalls([layer.module for layer in layers], recorder).watched():
             logits_of(model, mx.zeros((1, _LONG), mx.int32))
-    except UserError:
+    except UserError:  # Its layers hand on more than hidden states.
         recorder.calls = [LayerCall()] * len(layers)
     except (AttributeError, LookupError, TypeError, ValueError):
         return []
