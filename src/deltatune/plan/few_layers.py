@@ -123,7 +123,7 @@ def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
     gradients = {kind: _trained(layer) for kind, layer in zip(kinds, layers, strict=True)}
     # Pictures enter layers by their positions, too.
     among_all = [] if has_vision(model) else _calls(model)
-    calls = among_all or [None] * len(kinds)
+    calls: list[Any] = [*among_all] or [None] * len(kinds)
     mixers = [(layer.kind, layer.experts, call) for layer, call in zip(layers, calls, strict=True)]
     # A model may look at its first layer with a mixer for the masks of all.
     free, ordered = (_chosen(mixers, kinds, places) for places in (1 + max(map(mixers.index, mixers)), len(kinds)))
