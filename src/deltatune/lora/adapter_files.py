@@ -298,10 +298,14 @@ def _grow(model: nn.Module, directory: Path, tensors: dict[str, mx.array], first
 
 
 def check_file(path: Path) -> None:
-    """Refuse, with a UserError, a path that is no file of adapters, or one of PEFT's."""
+    """Refuse, with a UserError, a path that is no file of MLX's adapters: a folder, nothing, or a file of PEFT's."""
     folder = path if path.is_dir() else path.parent
     if (folder / CONFIG).is_file():
         read_config(folder)
+    _check_file(path)
+
+
+def _check_file(path: Path) -> None:
     if not path.is_file():
         hint = f"it is a folder; give {path / WEIGHTS}" if path.is_dir() else "no such file"
         raise UserError(f"adapter {path}: {hint}.")
@@ -311,7 +315,7 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     """Read the tensors of an adapter file, after its header and, if it holds one, its checksum were checked. UserError
     for a file that is damaged or empty, and for NaN or infinity.
     """
-    check_file(path)
+    _check_file(path)
     if not read_header(path).tensors:
         raise UserError(f"adapter {path}: holds no tensor.")
     try:
