@@ -199,7 +199,7 @@ def test_no_such_folder(tokenizer, tmp_path):
     messages = {
         "nowhere": "no such folder; expected one with train.jsonl",
         "empty": "no train.jsonl in this folder",
-        "a\\b": r"no such folder; a path has / here, not \\; expected one",
+        "a\\b": r"no such folder; .* A path has / here, not \\\.",
         "../../../../../../../../dev/null": "no such folder",
     }
     for name, message in messages.items():

@@ -168,6 +168,7 @@ def test_choices_that_do_not_fit(tiny_model):
         keys=["mlp.switch_mlp.gate_prj"],
     )
     refused(r"'\*.experts.\*' matches no module \(nearest: mlp.switch_mlp.\*\)", model, keys=["*.experts.*"])
+    refused(r"keys: 'q_porj' matches no module \(nearest: q_proj", model, keys=["q_porj"])
     refused("exclude: 'nothing' matches no module", model, exclude=["nothing"])
     refused("leaves out", model, keys=["linear_attn.out_proj"], layers=[3])
     refused("'linear_attn.conv1d' matches nothing that takes an adapter: .*Conv1d", model, keys=["linear_attn.conv1d"])

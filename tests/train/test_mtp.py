@@ -62,7 +62,7 @@ def adapter_of(folder):
 
 
 def test_the_model_trains_as_without_its_head(heads, tmp_path, read_metrics, screen_text):
-    """The head's loss is no part of the reported loss, and its gradient does not reach the model's layers."""
+    """The head's loss is no part of the reported loss; its gradient reaches the model's layers where that is asked."""
     changes = {"lora_parameters": {"rank": 2, "scale": 10.0}, "grad_clip": None, "iters": 12}
     heads(adapter_path=str(tmp_path / "without"), mtp=False, **changes).run()
     heads(**changes).run()
@@ -71,6 +71,9 @@ def test_the_model_trains_as_without_its_head(heads, tmp_path, read_metrics, scr
     assert {name for name in beside if name not in without} == {name for name in beside if name.startswith("mtp.")}
     for name, expected in without.items():
         np.testing.assert_allclose(beside[name], expected, rtol=0, atol=1e-5, err_msg=name)
+    heads(adapter_path=str(tmp_path / "through"), mtp_trunk_gradient=True, mtp_weight=1.0, **changes).run()
+    name = "language_model.model.layers.0.linear_attn.out_proj.lora_b"
+    assert mx.abs(without[name] - adapter_of(tmp_path / "through")[name]).max() > 1e-4
     before, records = (read_metrics(tmp_path / name) for name in ("without", "out"))
     losses = [[record["train_loss"] for record in both if "train_loss" in record] for both in (before, records)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -287,8 +287,8 @@ def _stored(
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
-        slashes = "; a path has / here, not \\" if "\\" in data else ""
-        raise UserError(f"{data}: no such folder{slashes}; expected one with train.jsonl, or a Hugging Face data set.")
+        slashes = " A path has / here, not \\." if "\\" in data else ""
+        raise UserError(f"{data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.{slashes}")
     with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
         return open_dataset(data)
 

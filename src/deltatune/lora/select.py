@@ -218,7 +218,7 @@ def _ranks(selection: Selection, names: _ModuleNames, config: LoraConfig) -> dic
 
 
 def _suggestion(pattern: str, names: _ModuleNames) -> str:
-    known = sorted({name for path in names.modules for name in (path, names.relative(path))})
+    known = sorted({name for path in names.modules for name in (path, names.relative(path), path.rpartition(".")[2])})
     close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     if "expert" in pattern or "moe" in pattern:
         # Checkpoints and other libraries name experts in many ways; all of them mean this model's experts.
