@@ -41,7 +41,7 @@ BUDGETS = {
     "data": Budget(6_690, 5_300),
     "models": Budget(5_200, 3_600),
     "patches": Budget(4_205, 3_400),
-    "lora": Budget(2_445, 2_300),
+    "lora": Budget(2_450, 2_300),
     "ops": Budget(15_175, 12_000),
     "machine": Budget(2_240, 2_500),
     "options": Budget(1_410, 1_050),

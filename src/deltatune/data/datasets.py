@@ -69,7 +69,7 @@ def first_image(config: TrainConfig) -> str | None:
             formats = RowFormats(features)
             for source, row in table.candidates():
                 if config.has_preferences:
-                    messages = messages_of(row)
+                    messages: Any = messages_of(row)
                 elif config.loss == "grpo":
                     messages = (messages_to_answer(row, source, features) or ([],))[0]
                 else:

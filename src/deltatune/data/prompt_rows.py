@@ -144,4 +144,4 @@ def prompt_example(
         most=config.max_completion_length,
         plain=parts is None,
     )
-    return example if placer is None else placer.with_pictures(example, media)
+    return example if placer is None else placer.with_pictures(example, media)  # type: ignore[return-value]
