@@ -11,9 +11,6 @@ from deltatune.models.mtp import reader_of
 from families import with_noise
 from transformers_saves import recorded_save, transformers_names
 
-# A head of Nemotron-H is known by this, and transformers has its layers in the config of any model.
-_DECLARED = {"nemotron_h": {"num_nextn_predict_layers": 1}}
-
 
 def with_head(source: Path, target: Path, *, seed: int = 3) -> Path:
     """Copy a tiny checkpoint with MLX's or transformers' names to `target`, with the tensors of a random head."""
@@ -25,7 +22,7 @@ def with_head(source: Path, target: Path, *, seed: int = 3) -> Path:
 def headed_save(family: str, target: Path, tokenizer: Path) -> Path:
     """Write the recorded checkpoint of a family as Hugging Face has it, with a random head, and a tokenizer's files."""
     target.mkdir()
-    recorded_save(family, target, **_DECLARED.get(family, {}))
+    recorded_save(family, target, **({"num_nextn_predict_layers": 1} if family == "nemotron_h" else {}))
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, target)
     add_head(target, seed=3)

@@ -2,11 +2,13 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deltatune import cli
 from deltatune.commands import flags, train
@@ -97,71 +99,16 @@ def test_checkpointing_is_a_switch_that_may_be_left_to_the_plan(arguments, value
         assert config("-c", file, *arguments).grad_checkpoint == (value if arguments else other)
 
 
+TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
+MISTAKES = [(shlex.split(words), message) for words, message in TABLE.items()]
+# No file of text holds such a name.
+MISTAKES += [
+    (["doctor", "--model", "\udcff"], "argument --model: expected text in UTF-8 that is not empty, got '.udcff'")
+]
+
+
 @pytest.mark.bad_input("`deltatune` with {arguments}")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--itres", "3"], r"deltatune train: unknown option --itres \(did you mean '--iters'\?\)"),
-        (["train", "--iter", "3"], r"did you mean '--iters'"),
-        (["train", "--iter", "3", "--bach-size", "2"], r"--iter \(did you .*, unknown option --bach-size"),
-        (
-            ["train"],
-            r"^deltatune: --model and --data are missing .* deltatune train --model Qwen/Qwen3.5-0.8B --data m",
-        ),
-        (["train", "--data", "d"], r"^deltatune: --model is missing \(in the YAML file: model\); for example: delt"),
-        (["plan", "--model", "m"], r"^deltatune: --data is missing .*; for example: deltatune plan .*train.jsonl"),
-        (["eval", "--model", "m"], r"^deltatune: --data is missing .*; for example: deltatune eval .*test.jsonl"),
-        (["eval", "--tasks", "x"], r"^deltatune: --model is missing"),
-        (["train", "--dtype", "bf16"], r"unknown option --dtype \(a model trains in the dtype of its weights\)\n"),
-        (["train", "--resume-from-checkpoint", "x"], r"did you mean '--resume'\?\)\n"),
-        (["train", "--rslora"], r"did you mean 'lora_parameters: \{rslora: ...\} in a file, -c FILE'\?"),
-        (["train", "--loss", "rloo"], r"kto, simpo, .* \(it is a --loss-variant of --loss grpo\)\n"),
-        (["train", "--pack", "yes"], r"--pack takes no value, got 'yes'; leave it out, or give --no-pack\n"),
-        (["train", "--test", "true"], r"--test takes no value, got 'true'; leave it out, or give --no-test\n"),
-        (["train", "--show-batch", "1"], r"--show-batch takes no value, got '1'; leave it out\n"),
-        (["train", "more", "words"], r"unrecognized arguments: more words\n"),
-        (["fuse"], r"'fuse' is not one of train, .*did you mean 'merge'"),
-        (["train", "--bogus"], r"unknown option --bogus\n"),
-        (["generate", "--model", "m", "--promt", "x"], r"unknown option --promt \(did you mean '--prompt'\?\)\n"),
-        (
-            ["generate", "--model", "m", "-p", "x", "--verbose", "maybe"],
-            "--verbose: expected true or false, got 'maybe'",
-        ),
-        (["train", "--iters", "many"], "argument --iters: expected a whole number, got 'many'"),
-        (["train", "--val-split", "10%"], "argument --val-split: expected a number such as 0.1, got '10%'"),
-        (["train", "--weight-decay", "0.1"], r"did you mean 'optimizer_config: ... in a file, -c FILE'"),
-        (["train", "--target-modules", "q"], r"did you mean 'lora_parameters: \{keys: ...\} in a file, -c FILE'"),
-        (["train", "--load-in-4bit"], r"--load-in-4bit \(load a model in 4 bits"),
-        (["train", "--deepspeed", "x"], r"unknown option --deepspeed \(mlx.launch starts several processes"),
-        (["eval", "--weight-decay", "3"], r"unknown option --weight-decay\n"),
-        (["train", "--clear-cache-threshold", "4XB"], "expected a size such as 4GB"),
-        (
-            ["generate", "--model", "m", "-p", "x", "--memory", "12"],
-            "12 counts bytes; write 12GB if gigabytes are meant",
-        ),
-        (["train", "--overlong", "cut"], r"argument --overlong: 'cut' is not one of truncate, skip"),
-        (["trian"], r"'trian' is not one of train, .*did you mean 'train'"),
-        (["generate", "--model", "m"], "required: --prompt"),
-        (["eval", "--iters", "3"], "deltatune eval: unknown option --iters"),
-        (
-            ["merge", "--model", ""],
-            "deltatune merge: argument --model: expected text in UTF-8 that is not empty, got ''",
-        ),
-        (
-            ["merge", "--model", "m", "--save-path", " "],
-            "argument --save-path: expected text in UTF-8 that is not empty",
-        ),
-        (["eval", "--adapter-path", ""], "argument --adapter-path: expected text in UTF-8 that is not empty"),
-        (["demo", "--output", ""], "argument --output: expected text in UTF-8 that is not empty"),
-        (["doctor", "--model", "\udcff"], r"argument --model: expected text in UTF-8 that is not empty, got '.udcff'"),
-        (["generate", "--model", "m", "-p", "x", "--extra-eos-token", ""], "--extra-eos-token: entry 1: expected text"),
-        (["train", "-c", ""], "argument -c/--config: expected text"),
-        (["train", "-c", "/none.yaml"], "config /none.yaml: cannot be read"),
-        (["train", "--model", "/no/such", "--data", "/none"], "/no/such"),
-        (["generate", "--model", "/no/such", "--prompt", "x"], "/no/such"),
-        (["merge", "--model", "/no/such"], "/no/such"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_are_one_message_and_exit_code_2(run, arguments, message):
     code, out, err = run(*arguments)
     assert code == 2

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,113 +16,8 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.options.generation import ChatOptions, GenerateOptions
 from deltatune.options.values import fields_of
 
-# Options that every run reads, whatever the others are.
-ALWAYS = [
-    "model", "data", "hf_dataset", "fine_tune_type", "from_scratch", "loss", "neftune_noise_alpha",
-    "optimizer", "grad_clip", "grad_accumulation_steps", "seed", "lora_parameters", "resize_embeddings", "batch_size",
-    "epochs", "iters", "grad_checkpoint", "max_seq_length", "overlong", "streaming", "test", "val_batches", "pack",
-    "steps_per_report", "save_every", "sample_prompts", "adapter_path", "resume", "overwrite",
-    "clear_cache_threshold", "report_to", "trust_remote_code", "force", "text_feature",
-    "prompt_feature", "completion_feature", "chat_feature",
-]  # fmt: skip
-FULL = {"fine_tune_type": "full"}
-SCHEDULE = {"name": "cosine_decay", "arguments": [1e-4, 10]}
-ADAFACTOR = {"optimizer": "adafactor"}
-GRPO = {"loss": "grpo"}
-DISTILL = {"loss": "distill", "teacher": "t"}
-SAMPLED = {"val_batches": 0, "sample_prompts": ["a"]}
-RATE = {"optimizer_config": {"adafactor": {"relative_step": False}}}
-# For each option: its value, with which others it is read, and with which it is not.
-CASES = {
-    "train": [(False, None, {})],
-    "loss_variant": [
-        ("hinge", {"loss": "dpo"}, {}),
-        ("sigmoid", {"loss": "cpo"}, {"loss": "simpo"}),
-        ("rloo", GRPO, {}),
-    ],
-    "beta": [(0.1, {"loss": "kto"}, {}), (0.3, {"loss": "orpo"}, {})],
-    "mtp": [(True, {}, {"loss": "dpo"}), ("only", {}, {"from_scratch": True}), (True, {}, {"memory": "4GB"})],
-    "mtp_weight": [(0.1, {"mtp": True}, {"mtp": "only"})],
-    "mtp_trunk_gradient": [(True, {"mtp": True}, {})],
-    "parts": [("vision", {}, {"mtp": "only"})],
-    "gamma": [(0.5, {"loss": "simpo"}, {}), (1.0, {"loss": "simpo"}, {"loss": "dpo"})],
-    "label_smoothing": [
-        (0.1, {"loss": "dpo", "loss_variant": "robust"}, {}),
-        (0.1, {"loss": "cpo"}, {"loss": "cpo", "loss_variant": "hinge"}),
-        (0.1, {"loss": "simpo"}, {"loss": "kto"}),
-    ],
-    "num_generations": [(8, GRPO, {})],
-    "max_completion_length": [(100, GRPO, {}), (100, DISTILL, DISTILL | {"lmbda": 0.0})],
-    "teacher": [("t", DISTILL, {})],
-    "lmbda": [(0.3, DISTILL, {})],
-    "temperature": [(0.7, GRPO, {"loss": "dpo"}), (0.7, DISTILL, {})],
-    "top_p": [(0.9, GRPO, {})],
-    "top_k": [(5, GRPO, {})],
-    "min_p": [(0.1, GRPO, {})],
-    "epsilon": [(0.1, GRPO, {})],
-    "epsilon_high": [(0.3, GRPO, {})],
-    "num_iterations": [(2, GRPO, {})],
-    "mask_truncated_completions": [(True, GRPO, {})],
-    "sampler_correction": [("none", GRPO, {})],
-    "scale_rewards": [("batch", GRPO, {}), ("none", GRPO | {"loss_variant": "gspo"}, GRPO | {"loss_variant": "rloo"})],
-    "memory": [("4GB", {}, GRPO)],
-    "mask_prompt": [(True, {}, GRPO)],
-    "shuffle_buffer": [(8, {"streaming": True}, {})],
-    "project_name": [("p", {"report_to": "tensorboard"}, {})],
-    "test_batches": [(500, {"test": True}, {})],
-    "val_split": [(0.1, {}, {"val_batches": 0}), (0.2, {}, {"streaming": True})],
-    "early_stopping": [(2, {}, {"val_batches": 0})],
-    "steps_per_eval": [
-        (200, {}, {"val_batches": 0}),
-        (9, SAMPLED, SAMPLED | {"steps_per_sample": 1}),
-    ],
-    "steps_per_sample": [(3, {"sample_prompts": ["a"]}, {})],
-    "reward_funcs": [(["exact"], None, {})],
-    "reward_weights": [([0.5], None, {})],
-    "reward_timeout": [(60.0, None, {})],
-    "reward_errors": [("none", None, {})],
-    "sample_max_tokens": [(100, {"sample_prompts": ["a"]}, {})],
-    "optimizer_config": [({"adam": {"eps": 1e-6}, "adamw": {}}, {"optimizer": "Adam"}, {})],
-    "learning_rate": [(1e-5, {}, {"lr_schedule": SCHEDULE}), (0.1, ADAFACTOR | RATE, ADAFACTOR)],
-    "warmup": [(0.1, {"lr_schedule": "cosine"}, {"lr_schedule": SCHEDULE}), (5, ADAFACTOR | RATE, ADAFACTOR)],
-    "lr_schedule": [("linear", ADAFACTOR | RATE, ADAFACTOR), (SCHEDULE, ADAFACTOR | RATE, ADAFACTOR)],
-    "lr_schedule.warmup_init": [
-        (1e-6, {"lr_schedule": SCHEDULE | {"warmup": 2, "warmup_init": 1e-6}},
-         {"lr_schedule": SCHEDULE | {"warmup": 0, "warmup_init": 1e-6}})
-    ],
-    "loraplus_lr_ratio": [(4.0, ADAFACTOR | RATE, ADAFACTOR), (4.0, {"fine_tune_type": "dora"}, FULL)],
-    "keep": [(2, {}, FULL), (0, {}, {"from_scratch": True})],
-    "resume_adapter_file": [("a.safetensors", {}, FULL)],
-    "decay_norm_and_bias": [(True, FULL, {}), (True, {"from_scratch": True}, {"fine_tune_type": "dora"})],
-    "num_layers": [
-        (16, {}, {"from_scratch": True}),
-        (4, {}, {"lora_parameters": {"layers": [0]}}),
-        (4, {"parts": "language,vision"}, {"parts": "vision"}),
-    ],
-    "layers": [([0], {}, {"parts": "vision"})],
-    "layer_kinds": [(["delta"], FULL, {"parts": "projector"})],
-    "chat_turns": [("each", {"mask_prompt": True}, {"mask_prompt": False})],
-    "rank": [(8, {}, FULL)],
-    "rank_pattern": [({"q_proj": 2}, {}, FULL)],
-    "scale": [(20.0, {}, FULL)],
-    "alpha": [(4.0, {}, FULL)],
-    "dropout": [(0.1, {}, FULL)],
-    "keys": [(["q_proj"], {}, {"from_scratch": True})],
-    "exclude": [(["q_proj"], {}, FULL)],
-    "rslora": [(True, {}, FULL)],
-    "init": [("zero", {}, FULL)],
-}  # fmt: skip
-# Those for which the data or the model decide, the value, and the fact that they need.
-BY_FACTS = {
-    "min_pixels": (64, "pictures"), "max_pixels": (64, "pictures"), "fps": (1.0, "pictures"),
-    "video_max_frames": (4, "pictures"), "router_aux_loss_coef": (0.1, "routers"),
-    "router_z_loss_coef": (0.1, "routers"), "chat_turns": ("last", "turns"),
-    "chat_template_config": ({"a": 1}, "turns"),
-}  # fmt: skip
-NOTED = [
-    "learning_rate", "test_batches", "steps_per_eval", "optimizer_config", "lr_schedule", "lr_schedule.warmup_init",
-    "num_layers", "rank", "scale", "dropout", "keys", "project_name",
-]  # fmt: skip
+TABLE = yaml.safe_load(Path(__file__).with_name("conditions.yaml").read_text(encoding="utf-8"))
+CASES, BY_FACTS, NOTED = TABLE["cases"], TABLE["by_facts"], TABLE["noted"]
 FIELDS = fields_of(TrainConfig) | fields_of(LoraConfig)
 
 
@@ -131,8 +27,8 @@ def listed(conditions):
 
 def test_every_option_is_always_read_or_has_a_condition():
     options = listed(TRAINING) - {"lr_schedule.warmup_init"}
-    assert options | set(ALWAYS) == FIELDS.keys()
-    assert not options & set(ALWAYS)
+    assert options | set(TABLE["always"]) == FIELDS.keys()
+    assert not options & set(TABLE["always"])
     assert listed(TRAINING) == CASES.keys() | BY_FACTS.keys()
     # The help lists options of rewards beside those of the answers that they reward.
     assert {FIELDS[name][1]["group"] for name in options if name.startswith("reward_")} == {"reinforcement learning"}

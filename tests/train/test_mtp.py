@@ -62,7 +62,7 @@ def adapter_of(folder):
 
 
 def test_the_model_trains_as_without_its_head(heads, tmp_path, read_metrics, screen_text):
-    """The head's loss is no part of the reported loss, and its gradient does not reach the model's layers."""
+    """The head's loss is no part of the reported loss; its gradient does not reach the model's layers."""
     changes = {"lora_parameters": {"rank": 2, "scale": 10.0}, "grad_clip": None, "iters": 12}
     heads(adapter_path=str(tmp_path / "without"), mtp=False, **changes).run()
     heads(**changes).run()

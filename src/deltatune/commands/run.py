@@ -179,7 +179,7 @@ def _exit_code(exit_: SystemExit) -> int:
 
 
 def _report_patches(report: PatchReport, verbose: bool) -> None:
-    reaches = any(applied.patch.name == "gated_delta_update" for applied in report.applied)
+    reaches = {"gated_delta_update", "ssm_update", "recurrent_gla"} & {one.patch.name for one in report.applied}
     if reaches or (verbose and report.applied):
         say(f"deltatune: patched {report if verbose else report.summary()}", sys.stderr)
 

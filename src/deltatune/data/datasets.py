@@ -68,6 +68,7 @@ def first_image(config: TrainConfig) -> str | None:
         for table, features in parts:
             formats = RowFormats(features)
             for source, row in table.candidates():
+                messages: Any
                 if config.has_preferences:
                     messages: Any = messages_of(row)
                 elif config.loss == "grpo":

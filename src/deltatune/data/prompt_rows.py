@@ -144,4 +144,5 @@ def prompt_example(
         most=config.max_completion_length,
         plain=parts is None,
     )
-    return example if placer is None else placer.with_pictures(example, media)  # type: ignore[return-value]
+    placed: Any = example if placer is None else placer.with_pictures(example, media)
+    return placed

@@ -45,7 +45,9 @@ class Reader:
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, processors: VisionProcessors | None = None):
-        self._config, self._tokenizer, self._vision = config, tokenizer, processors
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vision = processors
         self.kinds: set[str] = set()
         self.prompts = Counter[bool]()
         self.notes: list[str] = []
@@ -58,7 +60,8 @@ class Reader:
         self.prompts += encoded.prompts
         self._note_formats(table, encoded)
         self._note_doubled_start(table, encoded)
-        limit, skip = self._config.max_seq_length, self._config.overlong == "skip"
+        limit = self._config.max_seq_length
+        skip = self._config.overlong == "skip"
         examples: list[Example | Preference] = []
         overlong, longest, beyond = 0, 0, 0
         cut_media: list[str] = []
@@ -66,7 +69,8 @@ class Reader:
             documents = example.documents
             length = max(len(document.tokens) for document in documents)
             if length > limit:
-                overlong, longest = overlong + 1, max(longest, length)
+                overlong = overlong + 1
+                longest = max(longest, length)
                 if skip:
                     continue
                 if not within:

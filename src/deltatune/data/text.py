@@ -58,7 +58,8 @@ class MediaPlacer:
     """
 
     def __init__(self, spec: VisionSpec, reader: MediaReader, tokenizer: Any):
-        self._spec, self._reader = spec, reader
+        self._spec = spec
+        self._reader = reader
         self._names = video_names(tokenizer, spec)
 
     def place(self, row: Any, messages: Messages | None, source: str) -> tuple[Messages | None, list[PlacedMedium]]:
@@ -142,12 +143,16 @@ class TextEncoder:
         template_options: Mapping[str, Any] | None = None,
         media: MediaPlacer | None = None,
     ):
-        self._tokenizer, self._mask_prompt, self._last_turn = tokenizer, mask_prompt, last_turn
+        self._tokenizer = tokenizer
+        self._mask_prompt = mask_prompt
+        self._last_turn = last_turn
         self._media = media
         self.formats = RowFormats(features)
-        self._renderer, self._chats = Renderer(tokenizer, template_options), ChatTokenizer(tokenizer)
+        self._renderer = Renderer(tokenizer, template_options)
+        self._chats = ChatTokenizer(tokenizer)
         self._thinking = self._renderer.options[THINKING]
-        self.unwritten, self.prompts = UnwrittenParts(tokenizer), Counter[bool]()
+        self.unwritten = UnwrittenParts(tokenizer)
+        self.prompts = Counter[bool]()
 
     def __call__(self, row: Any, source: str) -> list[Example]:
         """Return the row's examples at full length; UserError, naming `source`, if it cannot be trained on."""

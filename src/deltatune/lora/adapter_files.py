@@ -341,7 +341,8 @@ def _rebuild(
     if not isinstance(parameters, dict) or not isinstance(parameters.get("scale"), int | float):
         raise UserError(f"{directory / CONFIG}: lora_parameters with a number `scale` expected, got {parameters!r}.")
     modules = dict(model.named_modules())
-    ranks, misfits = {}, []
+    ranks = {}
+    misfits = []
     for name, tensor in tensors.items():
         match = _LEAF.match(name)
         if match is None:
@@ -415,11 +416,13 @@ def _without_padding(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         b = tensors.get(f"{path}.lora_b")
         if leaf != "lora_a" or b is None or a.ndim not in (2, 3) or b.ndim != a.ndim:
             continue
-        rank, axis = a.shape[1], _axis("lora_b", b)
+        rank = a.shape[1]
+        axis = _axis("lora_b", b)
         if b.shape[axis] == rank and not mx.any(a[:, -1] != 0) and not mx.any(mx.take(b, rank - 1, axis=axis) != 0):
             used = np.flatnonzero(_is_used(a, 1) | _is_used(b, axis))
             rank = int(used[-1]) + 1 if used.size else 1
-            cut[name], cut[f"{path}.lora_b"] = _first(a, 1, rank), _first(b, axis, rank)
+            cut[name] = _first(a, 1, rank)
+            cut[f"{path}.lora_b"] = _first(b, axis, rank)
     return cut
 
 

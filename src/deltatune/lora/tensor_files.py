@@ -109,7 +109,9 @@ def read_header(path: Path) -> Header:
 
 def _stored_tensor(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     try:
-        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = tuple(entry["shape"])
+        start, end = entry["data_offsets"]
         bits = _BITS[dtype] * math.prod(shape)
         sound = all(isinstance(n, int) and n >= 0 for n in (start, end, *shape)) and (end - start) * 8 == bits
     except (KeyError, TypeError, ValueError) as error:

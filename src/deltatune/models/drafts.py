@@ -117,7 +117,8 @@ def _tokens(
     """Yield the tokens of an answer; the first with its log-probabilities [V]."""
     from mlx_vlm.speculative.utils import run_speculative_rounds
 
-    target, rows = _target(model, head), mx.array([list(prompt)])
+    target = _target(model, head)
+    rows = mx.array([list(prompt)])
     cache = target.make_cache()
     text = {"position_ids": mx.arange(len(prompt))[None], "rope_deltas": mx.zeros((1, 1), mx.int32)}
     wanted = {"return_hidden": True, "return_shared_kv": True, "skip_logits": True}

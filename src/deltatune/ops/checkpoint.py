@@ -98,7 +98,8 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
 
         unknown = unknown_kind((args, kwargs))
         if unknown is None:
-            carry, arguments = carry_of.get(id(self)), signature.bind(self, *args, **kwargs).arguments
+            carry = carry_of.get(id(self))
+            arguments = signature.bind(self, *args, **kwargs).arguments
             x, options = pieces.divisible(carry, list(arguments.items())[1:])
             if carry is not None and x is not None and (cut := layer_cut(x)) is not None:
                 return pieces.in_pieces(fn, self, carry, x, cut, **options)
@@ -124,7 +125,8 @@ def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> A
     arguments = ArgumentArrays((args, kwargs))
     paths, parameters = trainable(module) if module is not None else ([], [])
     told = trace.current()
-    packing, collects = told.segments, told.side_outputs is not None
+    packing = told.segments
+    collects = told.side_outputs is not None
 
     def run(inputs: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
         holder = holding(module, paths, inputs[: len(paths)]) if module is not None else nullcontext()
@@ -187,7 +189,8 @@ def _gradients(run, module, packing, num_parameters, primals, cotangents) -> lis
     gradients = [mx.zeros_like(array) for array in inputs]
     for index, gradient in zip(floating, floating_gradients, strict=True):
         gradients[index] = gradient
-    weights, d_arguments = gradients[:num_parameters], gradients[num_parameters:]
+    weights = gradients[:num_parameters]
+    d_arguments = gradients[num_parameters:]
     if weights:
         # Each waits by itself, so that an unused gradient (of a mask of floats) is not computed with the others.
         d_arguments = [mx.depends([gradient], weights)[0] for gradient in d_arguments]

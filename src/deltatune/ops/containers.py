@@ -173,7 +173,8 @@ class _Container:
 
     @classmethod
     def of(cls, tree: Any) -> _Container:
-        attributes, empty = CONTAINERS[type(tree).__name__], copy.copy(tree)
+        attributes = CONTAINERS[type(tree).__name__]
+        empty = copy.copy(tree)
         for name in attributes:
             setattr(empty, name, None)
         return cls(weakref.ref(tree), empty, attributes)

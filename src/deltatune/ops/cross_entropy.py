@@ -23,7 +23,9 @@ from .tracing.turns import Turn, blank, turns
 
 # A chunk's fp32 logits take CHUNK_BYTES, or the bytes of FEWEST_TOKENS tokens if those are more (a few rows would read
 # the head's weights for little work), but at most LARGEST_CHUNK_BYTES. MLX works ahead, so several chunks may be alive.
-CHUNK_BYTES, LARGEST_CHUNK_BYTES, FEWEST_TOKENS = 16 * 2**20, 128 * 2**20, 128
+CHUNK_BYTES = 16 * 2**20
+LARGEST_CHUNK_BYTES = 128 * 2**20
+FEWEST_TOKENS = 128
 # How many times larger chunks are on an NVIDIA GPU, where products are fast and the launches would cost more than they.
 CHUNK_FACTOR = {"cpu": 1, "metal": 1, "cuda": 4}
 
@@ -113,7 +115,8 @@ class _Head:
     """A head that is called with arrays in the place of its trainable parameters."""
 
     def __init__(self, head: nn.Module | Callable[[mx.array], mx.array]):
-        self._head, self.module = head, _module(head)
+        self._head = head
+        self.module = _module(head)
         self._paths, self.parameters = trainable(self.module)
 
     def __call__(self, parameters: list[mx.array], rows: mx.array) -> mx.array:
@@ -138,7 +141,8 @@ def _token_losses(run: _Head, chunks: list[Turn], eager: bool) -> Callable[..., 
         return [_values(run, chunks, parameters, hidden, targets, ones, _losses)[1]]
 
     def backward(primals, cotangents, outputs):
-        d_losses, (key, *primals) = cotangents[0], primals
+        d_losses = cotangents[0]
+        key, *primals = primals
         if eager:
             _, hidden, targets = primals
             parts = [d_losses[chunk.start : chunk.stop, None] for chunk in chunks]
@@ -232,7 +236,8 @@ def _gradients(run, chunks, parameters, hidden, targets, weights, score):
             if losses:
                 rows = mx.depends([rows], before)[0]
             (_, chunk_losses), grads = mx.value_and_grad(chunk)([*parameters, rows], start, stop)
-            chunk_d_parameters, d = [grad.astype(mx.float32) for grad in grads[:-1]], grads[-1]
+            chunk_d_parameters = [grad.astype(mx.float32) for grad in grads[:-1]]
+            d = grads[-1]
             if losses:
                 d_parameters = [total + part for total, part in zip(d_parameters, chunk_d_parameters, strict=True)]
             else:
@@ -268,7 +273,8 @@ def _chunk_forward(logits, targets, weights):
 
 def _chunk_backward(primals, cotangents, outputs):
     logits, targets, weights = primals
-    probabilities, target_columns = outputs[2], targets[:, None]
+    probabilities = outputs[2]
+    target_columns = targets[:, None]
     scale = None if weights is None else (weights * cotangents[0])[:, None]
     if backend.device() == "cpu":
         # mx.where takes one pass over the chunk; put_along_axis would copy the chunk first.
@@ -357,4 +363,4 @@ def _chunks(rows: mx.array, size: int) -> list[Turn]:
     # MLX's queue holds the logits of several chunks, and each chunk's place in a task of ten operations is another one.
     # On a CPU the slabs of a product in 16 bits fill the queue.
     ends = 2 if backend.computes_in_fp32() and rows.dtype != mx.float32 else 5
-    return turns([*range(0, tokens, length), tokens], ends)
+    return turns([*range(0, tokens, length), tokens], ends, ends)

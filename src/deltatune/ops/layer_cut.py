@@ -19,7 +19,8 @@ ROWS_TIMES = {"cpu": 1, "metal": 1, "cuda": 2}
 # A batch of more pieces has larger ones, since each piece makes the graph of a step larger.
 MOST_PIECES = 32
 # The axes of x [B, T, D].
-ROWS, TOKENS = 0, 1
+ROWS = 0
+TOKENS = 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class LayerCut:
     @property
     def spans(self) -> list[Turn]:
         """Where each piece begins and ends."""
-        return turns(self.bounds, ends=2)
+        # The second piece of a row gets something of the first, and the one before the last gives something to it.
+        return turns(self.bounds, 2, 2) if self.axis == TOKENS else turns(self.bounds)
 
     def part(self, x: mx.array, span: Sequence[int]) -> mx.array:
         """Return the part of x [B, T, ...] that belongs to a piece."""

@@ -66,7 +66,8 @@ class KeysAndValues:
     """
 
     def __init__(self, offset: int, before: Sequence[mx.array] | None):
-        self.offset, self._before = offset, before
+        self.offset = offset
+        self._before = before
         # The piece hands on its own keys and values; the next one gets those up to its end.
         self.handed: list[mx.array] = []
         self.following: list[mx.array] = []
@@ -216,7 +217,9 @@ class _Pieces:
         return [mx.concatenate(ys, axis=self.cut.axis), *saved, *aside]
 
     def backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        dy, documents, saved = cotangents[0], self.documents, list(outputs[1 : 1 + self.saved])
+        dy = cotangents[0]
+        documents = self.documents
+        saved = list(outputs[1 : 1 + self.saved])
         states = self.carry.states
         d_aside = list(cotangents[1 + self.saved :])
         # Nothing is recomputed before its cotangent exists.
@@ -235,7 +238,8 @@ class _Pieces:
                 parts = [self.cut.part(whole, span) for whole in (x, dy)]
                 arrays = parts + self._before(number, saved, keys_and_values)
                 # Those of attention are sums in fp32. The last piece has none.
-                d_carry, likes = d_states + d_keys.pop(), saved[:states] + keys_and_values
+                d_carry = d_states + d_keys.pop()
+                likes = saved[:states] + keys_and_values
                 d_next = [d.astype(like.dtype) for d, like in zip(d_carry, likes, strict=False)]
                 if span.left_out:
                     dxs.insert(0, blank(dxs[0], span.stop - span.start, [dxs[0], *totals, *d_next], self.cut.axis))
@@ -244,7 +248,8 @@ class _Pieces:
                 if dxs:
                     arrays = mx.depends(arrays, [dxs[0], *totals, *d_next, *chain.from_iterable(d_keys)])
                 gradients = self._piece_gradients(number, keys, documents, parameters, arrays, d_next, d_aside)
-                d_parameters, (dx, *d_before) = gradients[: len(parameters)], gradients[len(parameters) :]
+                d_parameters = gradients[: len(parameters)]
+                dx, *d_before = gradients[len(parameters) :]
                 totals = _sums(totals, d_parameters)
                 dxs.insert(0, dx)
                 d_states = d_before[:states]
@@ -277,7 +282,8 @@ class _Pieces:
         routers = trace.current().routers
         if routers is not None:
             routers = routers._replace(real=self.cut.part(routers.real, (start, stop)))
-        piece, options = None, self.options
+        piece = None
+        options = self.options
         if self.cut.axis == TOKENS:
             piece = (start, stop)
             options = options | {"cache": cache} | ({"offset": start} if "offset" in options else {})
@@ -316,7 +322,8 @@ class _Pieces:
 
     def _last_states(self, number: int, before: list[mx.array]) -> list[mx.array]:
         """Return the carry before a piece, with the last of the states between the pieces that are left out."""
-        left_out, count = self.spans[number - 1].left_out, self.carry.states
+        left_out = self.spans[number - 1].left_out
+        count = self.carry.states
         return [state[: len(state) // left_out] for state in before[:count]] + before[count:] if left_out else before
 
     def _before(self, number: int, saved: list[mx.array], keys_and_values: list[mx.array]) -> list[mx.array]:

@@ -83,7 +83,8 @@ def attention_mask(array: mx.array, window_size: int | None = None, *, read: boo
         read: Whether layers read the mask themselves, so that no other form of it serves.
     """
     steps = mx.arange(array.shape[1])
-    queries, keys = steps[:, None], steps[None]
+    queries = steps[:, None]
+    keys = steps[None]
     causal = queries >= keys
     if window_size:
         causal = causal & (queries < keys + window_size)

@@ -25,7 +25,8 @@ from ..errors import UserError
 from .other_names import NO_OPTION, option_meant, plain
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
-_MOST_INT, _MOST_FLOAT = 2**31 - 1, 3.4e38
+_MOST_INT = 2**31 - 1
+_MOST_FLOAT = 3.4e38
 # The name of a text that counts bytes, and the bytes of one of each unit.
 SIZE = "a size such as 4GB, 12GiB or 500MB"
 _SIZES = {"": 1, "M": 10**6, "MB": 10**6, "MIB": 2**20, "G": 10**9, "GB": 10**9, "GIB": 2**30, "TB": 10**12}

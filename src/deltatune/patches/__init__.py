@@ -156,7 +156,8 @@ def patched(
     try:
         report = patch.apply(_records(), announce)
         if model is not None and TRAINING in uses:
-            layers, report.serving = gated_delta_layers(model), serving(model, rows)
+            layers = gated_delta_layers(model)
+            report.serving = serving(model, rows)
             report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
         if model is not None and strict:
             refuse(report, model, uses)

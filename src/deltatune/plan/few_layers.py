@@ -34,7 +34,10 @@ from .traced_step import TracedStep
 _FEWEST = 5
 # Tokens of a row that is longer than any window of attention.
 _LONG = 1 << 20
-_FORWARD, _LOSS, _BACKWARD, _UPDATE = "forward", "loss", "backward", "update"
+_FORWARD = "forward"
+_LOSS = "loss"
+_BACKWARD = "backward"
+_UPDATE = "update"
 
 
 class StepPlace(NamedTuple):
@@ -100,51 +103,48 @@ class FewLayers(NamedTuple):
         """The position among the kept layers of one that stands for the layer `at`: the first, a middle or the last."""
         kind = self.kinds[at]
         same = [position for position, other in enumerate(self.kept) if other == kind]
-        before, behind = self.kinds[:at].count(kind), self.kinds[at + 1 :].count(kind)
+        before = self.kinds[:at].count(kind)
+        behind = self.kinds[at + 1 :].count(kind)
         return same[-1 - behind] if behind < (len(same) + 1) // 2 else same[min(before, len(same) // 2)]
 
 
 def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
-    """Choose layers of every kind, the last of the kind of the model's last layer.
-
-    A model may give its layers masks by their positions: those kept then have mixers in the order of its first ones.
-    """
+    """Choose layers of every kind, at the end two like the model's last two; it must call them as among all."""
     layers = describe(model)
+    if len(layers) <= _FEWEST or _held(model) is None:
+        every = list(range(len(layers)))
+        return FewLayers(every, every, {at: _trained(layer) for at, layer in enumerate(layers)}, checkpoints)
     signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(signatures))}
     kinds = [numbers[kind] for kind in signatures]
     gradients = {kind: _trained(layer) for kind, layer in zip(kinds, layers, strict=True)}
     # Pictures enter layers by their positions, too.
     among_all = [] if has_vision(model) else _calls(model)
-    calls = among_all or [None] * len(kinds)
+    calls: Sequence[Any] = among_all or [None] * len(kinds)
     mixers = [(layer.kind, layer.experts, call) for layer, call in zip(layers, calls, strict=True)]
     # A model may look at its first layer with a mixer for the masks of all.
     free, ordered = (_chosen(mixers, kinds, places) for places in (1 + max(map(mixers.index, mixers)), len(kinds)))
     few = FewLayers(kinds, ordered, gradients, checkpoints)
-    if _held(model) is None:
-        return few.every
-    if not among_all:
-        return few
-    for chosen in (free, ordered):
+    for chosen in (free, ordered) if among_all else ():
         with only(model, few._replace(chosen=chosen)):
             alone = _calls(model)
         if _numbered([among_all[at] for at in chosen]) == _numbered(alone):
             return few._replace(chosen=chosen)
-    return few.every
+    return few.every if among_all else few
 
 
 def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
     """How a model calls its layers on a row longer than their windows, and their carries; nothing is computed.
 
-    Nothing is returned of a model that looks for layers or caches at positions where it has none. Calls of layers that
-    hand on more than hidden states are not known.
+    Nothing is returned of a model that looks for layers or caches at positions where it has none.
     """
-    layers, recorder = describe(model), Recorder()
+    layers = describe(model)
+    recorder = Recorder()
     try:
         carried = carries(model, layers)
         with undisturbed(model), LayerCalls([layer.module for layer in layers], recorder).watched():
             logits_of(model, mx.zeros((1, _LONG), mx.int32))
-    except UserError:
+    except UserError:  # Its layers hand on more than hidden states.
         recorder.calls = [LayerCall()] * len(layers)
     except (AttributeError, LookupError, TypeError, ValueError):
         return []
@@ -175,12 +175,14 @@ def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> 
 
     Layers at the end are unlike the others of their kinds. So many have mixers in the order of the model's first ones.
     """
-    chosen, lacking, last = [0], set(kinds[1:-1]), list(kinds[-2:])
-    while len(kinds) > _FEWEST:
+    chosen = [0]
+    lacking = set(kinds[1:-1])
+    last = list(kinds[-2:])
+    while last:
         behind = range(chosen[-1] + 1, len(kinds))
         able = [at for at in behind if len(chosen) >= in_order or mixers[at] == mixers[len(chosen)]]
         if not able:
-            break
+            return list(range(len(kinds)))
         ends = not lacking and len(chosen) >= _FEWEST - 2
         wanted = {last[0]} if ends else lacking or set(kinds)
         at = next((at for at in able if kinds[at] in wanted), able[0])
@@ -189,9 +191,7 @@ def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> 
         lacking.discard(kinds[at])
         if ends and kinds[at] == last[0]:
             last.pop(0)
-        if not last:
-            return chosen
-    return list(range(len(kinds)))
+    return chosen
 
 
 def _held(model: nn.Module) -> list[nn.Module] | None:
@@ -236,7 +236,8 @@ def of_all_layers(
     @cache
     def offset(place: StepPlace, layer: int) -> Amount:
         """The memory of the layers left out while the model is at `layer` and the few at `place` or near it."""
-        before, after = _around(few.kinds, place.phase, layer), _around(few.kept, place.phase, place.layer)
+        before = _around(few.kinds, place.phase, layer)
+        after = _around(few.kept, place.phase, place.layer)
         behind = few.gradients if place.phase == _UPDATE else left
         total = left_out
         for amounts, whole, part in zip((saved, behind), before, after, strict=True):
@@ -270,7 +271,8 @@ def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) ->
     A layer begins where one of its parameters, or a view of one, meets another array for the first time. Layers begin
     in order, so that a parameter that is read early or late does not count.
     """
-    names, paths = dict(built.names), [layer.path for layer in describe(model)]
+    names = dict(built.names)
+    paths = [layer.path for layer in describe(model)]
     layer_of = dict.fromkeys(names, -1)
     for position, path in enumerate(paths):
         layer_of |= {at: position for at, name in names.items() if name.startswith(f"{path}.")}
@@ -308,7 +310,8 @@ def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPl
 
 def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
     """Return the largest amounts at every place."""
-    count, made = len(places), machine.made
+    count = len(places)
+    made = machine.made
     born = [buffer.born for buffer in made]
     after = [1 + (count if buffer.died is None else buffer.died) for buffer in made]
     sizes = np.array([buffer.size for buffer in made], np.int64)

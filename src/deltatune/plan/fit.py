@@ -117,7 +117,8 @@ def examine(
             f"plan: this version of MLX stores its graphs in a way that deltatune does not know ({error}); "
             "deltatune train works without a plan."
         ) from error
-    limits, shown = limits or device_limits(), shown or screen.PlanLines(lambda line: None)
+    limits = limits or device_limits()
+    shown = shown or screen.PlanLines(lambda line: None)
     run = ready(config, lazy=True)
     run.prepare()
     rows, length = shape(run)
@@ -145,7 +146,9 @@ def examine(
 def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterator[tuple[str, Largest]]:
     """Yield the largest length, batch and rank that fit, with `first` as the plan of the run's own step."""
     rows, length = first.rows, first.length
-    run, config, least = planner.run, planner.run.config, planner.least
+    run = planner.run
+    config = planner.run.config
+    least = planner.least
     fixed = _without_tokens(first)
 
     def planned_at_rank(rank: int) -> Forecast:
@@ -224,7 +227,8 @@ def _choice(planner: Planner, limits: DeviceLimits, tried: Callable[[Choice], No
 
 def _of_all_ranks(run: Run, order: Order, here: Checkpoints) -> Checkpoints:
     """The most layers and cheap operators that any rank recomputes."""
-    layers, operators = order.count(here), here.operators
+    layers = order.count(here)
+    operators = here.operators
     most, any_operators = int(run.world.largest(layers)), bool(run.world.largest(operators))
     return here if (most, any_operators) == (layers, operators) else order.first(most, operators=any_operators)
 
@@ -239,7 +243,8 @@ def _unplanned(run: Run, line: str) -> Bounds:
     """Return the report on a run that cannot be planned; auto then checkpoints every layer of a new run."""
     if run.config.grad_checkpoint != "auto":
         return Bounds([line], None)
-    order, saved = order_of(run.model), _saved_checkpoints(run)
+    order = order_of(run.model)
+    saved = _saved_checkpoints(run)
     chosen = order.first(len(order.reached), operators=False) if saved is None else saved
     # The other ranks wait for this one in _choice.
     checkpoints = _of_all_ranks(run, order, chosen)
@@ -254,14 +259,17 @@ def shape(run: Run) -> tuple[int, int]:
 
 def _remedy(planner: Planner, plan: Forecast, choice: Choice | None, limits: DeviceLimits) -> str:
     """Return a sentence on changes with which the run would fit, the least change first."""
-    run, config, least = planner.run, planner.run.config, planner.least
+    run = planner.run
+    config = planner.run.config
+    least = planner.least
     words = ""
     if not config.grad_checkpoint or (choice is not None and choice.again < choice.of):
         least = planner.every_layer
         if fits(planner.at(plan.rows, plan.length, least), limits):
             return "It fits with --grad-checkpoint."
         words = "--grad-checkpoint and "
-    per_rank, fixed = config.rows_each, _without_tokens(plan)
+    per_rank = config.rows_each
+    fixed = _without_tokens(plan)
     fewer_rows = range(per_rank, plan.rows, per_rank)
     fitting = largest(lambda rows: planner.at(rows, plan.length, least), limits, {}, fewer_rows, fixed)
     if fitting.value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import mlx.nn as nn
@@ -97,6 +98,8 @@ class Steps:
         self._layout = layout
         # The arrays before a step of all layers.
         self._before: Before | None = None
+        # The forecasts so far.
+        self._made: dict[Hashable, Forecast] = {}
         # The layers that are traced, by what is recomputed.
         self._few: dict[tuple[tuple[int, ...], bool], FewLayers] = {}
 
@@ -123,10 +126,14 @@ class Steps:
         # The backward pass of a tower that trains comes after that of all layers.
         if shape.images and frozen_tower(self.model) is None:
             few = few.every
+        key = shape, str(few), layer_inputs, brake
+        if key in self._made:
+            return self._made[key]
         collects = gc.isenabled()
         gc.disable()
         try:
-            return self._planned(shape, few, layer_inputs, brake)
+            self._made[key] = self._planned(shape, few, layer_inputs, brake)
+            return self._made[key]
         finally:
             # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
             # made while the collector waited are young, so that all others need not be looked through.
@@ -137,7 +144,7 @@ class Steps:
     def _few_layers(self, checkpoints: Checkpoints) -> FewLayers:
         key = tuple(checkpoints.layers), checkpoints.operators
         if key not in self._few:
-            self._few[key] = few_layers(self.model, checkpoints)
+            self._few[key] = few_layers(self.model, Checkpoints(*key))
         return self._few[key]
 
     def _planned(

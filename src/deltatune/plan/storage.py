@@ -34,16 +34,13 @@ class StoredArray:
 
     buffer: Buffer
     shape: tuple[int, ...]
+    size: int
     strides: tuple[int, ...]
     item_size: int
     data_size: int
     contiguous: bool
     row: bool
     column: bool
-
-    @property
-    def size(self) -> int:
-        return product(self.shape)
 
     def of(
         self,
@@ -58,6 +55,7 @@ class StoredArray:
         return StoredArray(
             self.buffer if buffer is None else buffer,
             node.shape,
+            node.size,
             self.strides if strides is None else strides,
             node.item_size,
             self.data_size if data_size is None else data_size,
@@ -87,14 +85,14 @@ def dense(buffer: Buffer, shape: tuple[int, ...], item_size: int) -> StoredArray
     """A row-contiguous array that fills the buffer."""
     size = product(shape)
     vector = size <= 1 or size == max(shape)
-    return StoredArray(buffer, shape, row_strides(shape), item_size, size, True, True, vector)
+    return StoredArray(buffer, shape, size, row_strides(shape), item_size, size, True, True, vector)
 
 
 def strided(buffer: Buffer, shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> StoredArray:
     """An existing array that has these strides in elements."""
     spanned, row, column = contiguity(shape, strides)
     high = 1 + sum(step * (length - 1) for step, length in zip(strides, shape, strict=True) if step > 0)
-    return StoredArray(buffer, shape, strides, item_size, high, spanned == high, row, column)
+    return StoredArray(buffer, shape, product(shape), strides, item_size, high, spanned == high, row, column)
 
 
 def contiguity(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool, bool]:

@@ -70,8 +70,12 @@ class BatchOrder:
         if not examples:
             raise UserError("no examples: there is nothing to make batches from; give training data.")
         self._examples = examples
-        self._batch_size, self._seed, self._packed = batch_size, seed, packed
-        self._max_seq_length, self._rank, self._world = max_seq_length, rank, world
+        self._batch_size = batch_size
+        self._seed = seed
+        self._packed = packed
+        self._max_seq_length = max_seq_length
+        self._rank = rank
+        self._world = world
         self._preferences = [example for example in examples if isinstance(example, Preference)]
         documents = (document for example in examples for document in example.documents)
         # A rank needs the numbers even if its share of a batch is blank.
@@ -91,7 +95,8 @@ class BatchOrder:
             )
         self._widths = np.array([buckets[bisect_left(buckets, size)] for size in needed])
         self._digest: str | None = None
-        self._epoch, self._step = 0, 0
+        self._epoch = 0
+        self._step = 0
         self._plan = self._epoch_plan(0)
 
     @property
@@ -132,7 +137,8 @@ class BatchOrder:
 
     def _next_rows(self) -> list[int]:
         if self._step >= len(self._plan):
-            self._epoch, self._step = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._step = 0
             self._plan = self._epoch_plan(self._epoch)
         self._step += 1
         return self._plan[self._step - 1]
@@ -160,7 +166,8 @@ class BatchOrder:
                     f"resume: {what}, so the run cannot go on where it stopped; give the same data and options, or "
                     "start anew without --resume."
                 )
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._epoch = int(state["epoch"])
+        self._step = int(state["step"])
         self._plan = self._epoch_plan(self._epoch)
 
     def _identity(self) -> dict[str, Any]:
@@ -241,7 +248,8 @@ class AnsweredOrder(BatchOrder):
 
     def batch_of(self, documents: Sequence[Example]) -> Batch:
         """Build this rank's batch from other documents; the last ones are left out where packed rows lack room."""
-        rows, width = self._batch_size // self._world, self._max_seq_length
+        rows = self._batch_size // self._world
+        width = self._max_seq_length
         shared: list[Row] = [(at,) for at in range(len(documents))]
         if self._packed:
             positions = [document.positions for document in documents]
@@ -277,7 +285,8 @@ class PeekableOrder:
         return None if isinstance(self._next, Exception) else self._next
 
     def __next__(self) -> Batch:
-        peeked, self._next = self._next, None
+        peeked = self._next
+        self._next = None
         if isinstance(peeked, Exception):
             raise peeked
         return next(self._order) if peeked is None else peeked

@@ -20,10 +20,17 @@ from ..rows.unread_columns import MARKS, is_absent
 from .rendering import ChatRow
 from .template_probes import REASONING, Messages
 
-THOUGHTS, BESIDE_A_CALL, NAMES = "reasoning", "text beside a call", "names"
-CALLS, LATER_CALLS = "calls", "calls after the first"
-CALLED_NAMES, ARGUMENTS = "names of called tools", "arguments of calls"
-TOOLS, TOOL_NAMES, DESCRIPTIONS, PARAMETERS = "tools", "tool names", "tool descriptions", "tool parameters"
+THOUGHTS = "reasoning"
+BESIDE_A_CALL = "text beside a call"
+NAMES = "names"
+CALLS = "calls"
+LATER_CALLS = "calls after the first"
+CALLED_NAMES = "names of called tools"
+ARGUMENTS = "arguments of calls"
+TOOLS = "tools"
+TOOL_NAMES = "tool names"
+DESCRIPTIONS = "tool descriptions"
+PARAMETERS = "tool parameters"
 _LEFT_OUT = "which the model's chat template does not write"
 _NOTES = {
     THOUGHTS: "answers have reasoning that the model's chat template does not write, so it is not learnt.",
@@ -202,7 +209,8 @@ class _Marking:
     """Makes the marked copy of one conversation; `tags` match texts that templates look for, `ends` end thoughts."""
 
     def __init__(self, tags: re.Pattern[str], ends: tuple[str, ...]):
-        self._tags, self._ends = tags, ends
+        self._tags = tags
+        self._ends = ends
         self._count = 0
         self._groups: list[PartGroup] = []
         self._ids: dict[str, str] = {}
@@ -222,7 +230,9 @@ class _Marking:
         return MarkedCopy(**fields, groups=tuple(group for group in self._groups if group.parts))
 
     def _message(self, number: int, message: Mapping[str, Any], counts: bool) -> dict[str, Any]:
-        marked, role, calls = dict(message), message["role"], message.get(TOOL_CALLS) or []
+        marked = dict(message)
+        role = message["role"]
+        calls = message.get(TOOL_CALLS) or []
         kind = BESIDE_A_CALL if role == ASSISTANT and calls else f"{role} messages"
         text, thoughts = PartGroup(kind, number, []), PartGroup(THOUGHTS, number, [])
         content = message["content"]

@@ -429,7 +429,8 @@ class JsonLines:
     """A JSONL file as a stream. A place is the number of bytes and of lines before it."""
 
     def __init__(self, path: Path):
-        self._path, self.name = path, str(path)
+        self._path = path
+        self.name = str(path)
         try:
             path.open("rb").close()
         except OSError as error:

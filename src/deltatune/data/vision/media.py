@@ -152,7 +152,8 @@ class Pictures:
     def kind_cut(self, tokens: np.ndarray, limit: int) -> str | None:
         """Return "image" or "video" if a cut of the tokens at `limit` goes through one or leaves it last, else None."""
         marks = np.isin(tokens[:limit], (self.spec.image_token, self.spec.video_token))
-        before, ends = int(marks.sum()), self._ends()
+        before = int(marks.sum())
+        ends = self._ends()
         if before == 0 or (before in ends and not marks[-1]):
             return None
         return "video" if isinstance(self.values[int(np.searchsorted(ends, before))], Video) else "image"

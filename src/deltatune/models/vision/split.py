@@ -104,7 +104,8 @@ def vision_spec(model: Any) -> VisionSpec:
     """Read the numbers of a vision tower that inputs depend on; UserError for one that is not of the kind of
     Qwen3-VL's.
     """
-    tower, config = model.get("vision_tower"), model.config
+    tower = model.get("vision_tower")
+    config = model.config
     parts = ("patch_embed", "pos_embed", "rotary_pos_emb", "blocks", "merger")
     missing = [name for name in parts if not hasattr(tower, name)]
     if missing:
@@ -175,7 +176,8 @@ def split_vision(model: Any, *, compare: bool = True) -> VisionSplit:
                 features, deep = run_tower(model.vision_tower, TowerInputs(**images["tower"]))
             else:
                 features, deep = images["features"], images["deep"]
-            has_feature, row = (images["feature_rows"] >= 0)[..., None], mx.maximum(images["feature_rows"], 0)
+            has_feature = (images["feature_rows"] >= 0)[..., None]
+            row = mx.maximum(images["feature_rows"], 0)
             hidden = mx.where(has_feature, features[row].astype(hidden.dtype), hidden)
             if deep:
                 more["visual_pos_masks"] = has_feature[..., 0]

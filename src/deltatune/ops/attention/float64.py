@@ -66,7 +66,8 @@ def attention64(
 
 def _visible(queries: int, keys: int, causal: bool, segments: np.ndarray | None, window: int | None) -> np.ndarray:
     """Which keys each query sees, [1 or B, 1, TQ, TK]; the last query stands at the last key."""
-    place, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
+    place = np.arange(queries)[:, None] + keys - queries
+    key = np.arange(keys)[None]
     visible = np.ones((1, 1, queries, keys), bool)
     if causal:
         visible = visible & (key <= place)

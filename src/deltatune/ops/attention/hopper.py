@@ -16,7 +16,10 @@ from .fused import WIDEST, FusedOptions, Shape, factors
 
 # The queries of a block; the rows of a packed tile; the groups of 32 threads in a block, and in one of the kernel that
 # packs.
-ROWS, TILE, GROUPS, PACK_GROUPS = 128, 64, 12, 8
+ROWS = 128
+TILE = 64
+GROUPS = 12
+PACK_GROUPS = 8
 # The widest heads for which a block takes 128 keys at a time.
 _NARROW = 128
 _FILES = (*HOPPER_WORDS, *fused.FILES, "attention/hopper.h")

@@ -20,7 +20,8 @@ from ..recomputation import is_small_case
 # The supported head sizes: the lanes of a key, eight elements each, are a power of two within a group of 32.
 SIZES = (32, 64, 128, 256)
 # Groups of 32 lanes in a block, and the most query heads that it computes.
-GROUPS, MOST_HEADS = 4, 4
+GROUPS = 4
+MOST_HEADS = 4
 KERNEL = Kernel(
     name="attention_token",
     files=("passes/pointwise.h", "decoding/attention_token.h"),
@@ -91,10 +92,12 @@ def _plan(shape: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype, scale:
 
 def trial_case(heads: int, key_heads: int, size: int, dtype: mx.Dtype) -> Case[Device]:
     """Return the case of rows of one key, of a few, and of more than a block reads at a time."""
-    rows, capacity = 3, 4 * GROUPS * 256 // size + 3
+    rows = 3
+    capacity = 4 * GROUPS * 256 // size + 3
     shapes = [(rows, heads, 1, size), (rows, key_heads, capacity, size), (rows, key_heads, capacity, size)]
     q, keys, values = random_arrays([(shape, dtype) for shape in shapes])
-    lengths, scale = mx.array([1, 7, capacity], mx.int32), size**-0.5
+    lengths = mx.array([1, 7, capacity], mx.int32)
+    scale = size**-0.5
     # Numbers behind a row's last key must not matter.
     behind = mx.arange(capacity)[None, None, :, None] >= lengths[:, None, None, None]
     unread = [mx.where(behind, mx.array(mx.nan, dtype), x) for x in (keys, values)]

@@ -112,14 +112,17 @@ def delta_token(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     if not covers(layer, arrays):
         shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
         raise ValueError(f"delta_token: {shapes} do not fit {layer}.")
-    (rows, before, _), whole = arrays.before.shape, len(arrays.projected) == 1
+    rows, before, _ = arrays.before.shape
+    whole = len(arrays.projected) == 1
     dtypes = [array.dtype for array in (arrays.before, arrays.taps, arrays.dt_bias, arrays.weight)]
     return KERNEL(arrays.named, _plan(layer, rows, before + 1, whole, *dtypes))
 
 
 def delta_token_naive(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     """Compute the same by the operations of a whole row."""
-    heads, rows, dtype = layer.heads, arrays.before.shape[0], arrays.dtype
+    heads = layer.heads
+    rows = arrays.before.shape[0]
+    dtype = arrays.dtype
     x, z, b, a = (part[:, None] for part in _parts(layer, arrays.projected))
     y, _ = causal_conv(x, arrays.taps, initial_state=arrays.before)
     y = (y * mx.sigmoid(y)).astype(dtype)
@@ -146,7 +149,9 @@ def covers(layer: DeltaToken, arrays: TokenArrays) -> bool:
 
 
 def _fits(layer: DeltaToken, arrays: TokenArrays) -> bool:
-    heads, rows, taps = layer.heads, arrays.before.shape[0], arrays.taps.shape[-1]
+    heads = layer.heads
+    rows = arrays.before.shape[0]
+    taps = arrays.taps.shape[-1]
     whole = len(arrays.projected) == 1
     shapes = {
         **({"projected": (rows, sum(layer.widths))} if whole else _by_name(layer, rows)),
@@ -218,7 +223,9 @@ def _plan(layer: DeltaToken, rows: int, taps: int, whole: bool, dtype: mx.Dtype,
 
 def trial_case(layer: DeltaToken, whole: bool, taps: int, dtypes: tuple[tuple[str, mx.Dtype], ...]) -> Case[Device]:
     """Return the case of three rows: open, usual and closed gates, and states that are no zeros."""
-    named, rows, heads = dict(dtypes), 3, layer.value_heads
+    named = dict(dtypes)
+    rows = 3
+    heads = layer.value_heads
     kinds = {
         **{name: (shape, named["before"]) for name, shape in _by_name(layer, rows).items()},
         "before": ((rows, taps - 1, layer.channels), named["before"]),

@@ -137,10 +137,12 @@ def gated_attention_token_naive(layer: GatedAttention, arrays: RowArrays) -> lis
 
 def covers(layer: GatedAttention, arrays: RowArrays) -> bool:
     """Whether the kernel can compute with arrays of these shapes and dtypes."""
-    keys, whole = arrays.keys, len(arrays.projected) == 1
+    keys = arrays.keys
+    whole = len(arrays.projected) == 1
     if keys.ndim != 4 or not keys.size or layer.size not in SIZES or layer.rotary_dims not in ROTARY:
         return False
-    rows, widths = keys.shape[0], [sum(layer.widths)] if whole else layer.widths
+    rows = keys.shape[0]
+    widths = [sum(layer.widths)] if whole else layer.widths
     of_rows = (rows, layer.key_heads, keys.shape[2], layer.size)
     expected = [
         *((array, (rows, 1, width)) for array, width in zip(arrays.projected, widths, strict=True)),
@@ -169,7 +171,8 @@ def _ends(layer: GatedAttention) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _plan(layer: GatedAttention, keys: tuple[int, ...], whole: bool, dtype: mx.Dtype, *others: mx.Dtype) -> Plan:
-    widths, ratio = layer.widths, layer.heads // layer.key_heads
+    widths = layer.widths
+    ratio = layer.heads // layer.key_heads
     together = math.gcd(ratio, MOST_HEADS)
     strides = (sum(widths),) * 3 if whole else widths
     floats = layer.q_eps, layer.k_eps, layer.scale * math.log2(math.e)
@@ -196,7 +199,8 @@ def _plan(layer: GatedAttention, keys: tuple[int, ...], whole: bool, dtype: mx.D
 def trial_case(layer: GatedAttention, whole: bool, dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]) -> Case[Device]:
     """Return the case of rows without a token, with a few, and with more than a block reads at a time."""
     dtype, *of_weights = dtypes
-    rows, capacity = 4, 4 * GROUPS * 256 // layer.size + 3
+    rows = 4
+    capacity = 4 * GROUPS * 256 // layer.size + 3
     shapes = [*((rows, 1, width) for width in layer.widths), *[(rows, layer.key_heads, capacity, layer.size)] * 2]
     *parts, keys, values = random_arrays([(shape, dtype) for shape in shapes])
     q_weight, k_weight = random_arrays([((layer.size,), of_weight) for of_weight in of_weights])

@@ -123,7 +123,9 @@ def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.ar
             f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], a [r, in], "
             f"b [out, r] and a residual [..., out] of one 16-bit dtype, inputs and ranks that are multiples of 8."
         )
-    arrays, eps, block = call.arrays, 0.0 if call.norm is None else call.norm.eps, block or _block_of(call)
+    arrays = call.arrays
+    eps = 0.0 if call.norm is None else call.norm.eps
+    block = block or _block_of(call)
     if call.low_rank is not None:
         arrays["counters"] = _counters(call.rows, block)
     sizes = tuple(arrays), call.x.shape, call.weight.shape[0], call.rank
@@ -154,7 +156,9 @@ def covers(call: LinearToken) -> bool:
 def _fits(call: LinearToken) -> bool:
     if call.x.ndim < 2 or call.weight.ndim != 2 or not call.x.size or not call.weight.size:
         return False
-    (*rows, inputs), outputs, adapters = call.x.shape, call.weight.shape[0], call.low_rank
+    *rows, inputs = call.x.shape
+    outputs = call.weight.shape[0]
+    adapters = call.low_rank
     shapes = {
         "x": (*rows, inputs),
         "weight": (outputs, inputs),
@@ -217,7 +221,9 @@ def _plan(
     names: tuple[str, ...], x: tuple[int, ...], outputs: int, rank: int, dtype: mx.Dtype, block: TokenBlock, eps: float
 ) -> Plan:
     """Return the plan of a call with arrays of these names, x of this shape and adapters of this rank, 0 for none."""
-    rows, parts, last = x[:-1], 2 if "second" in names else 1, len(x) - 1
+    rows = x[:-1]
+    parts = 2 if "second" in names else 1
+    last = len(x) - 1
     across, down = _grid(math.prod(rows), parts * outputs, block)
     # The first blocks of each row of blocks compute the product with the narrow factor.
     narrow, _ = _grid(0, parts * rank, block)
@@ -243,7 +249,10 @@ def trial_case(parts: tuple[bool, bool, bool, bool], dtype: mx.Dtype, block: Tok
 
     `parts` says whether there are a norm, a second weight, adapters, and a residual.
     """
-    rows, inputs, outputs, rank = 8 * block.lines + 3, 96 * block.groups + 40, 16 * block.tiles + 8, 40
+    rows = 8 * block.lines + 3
+    inputs = 96 * block.groups + 40
+    outputs = 16 * block.tiles + 8
+    rank = 40
     names = ("x", "weight", "second", "norm", "a", "b", "second_b", "residual")
     matrices = [(rows, inputs), (outputs, inputs), (outputs, inputs)]
     shapes = [*matrices, (inputs,), (rank, inputs), (outputs, rank), (outputs, rank), (rows, outputs)]

@@ -39,7 +39,8 @@ class AttentionRows:
     """
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array):
-        self.handed, self.offset = [keys, values], offset
+        self.handed = [keys, values]
+        self.offset = offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take the key and value of one more token of each row; return those that there is room for."""

@@ -18,7 +18,8 @@ from ..operator.kernel_operator import KernelOperator
 from ..operator.measure import as_float64
 
 # The blocks that share a row, up to 32, and the groups of 32 lanes in each.
-PARTS, GROUPS = 8, 8
+PARTS = 8
+GROUPS = 8
 SHARES = Kernel(
     name="sampled_shares",
     files=("passes/exponentials.h", "decoding/sampled_token.h"),
@@ -101,7 +102,8 @@ def trial_case(dtype: mx.Dtype, shapes: tuple[tuple[int, int], ...] = ((9, 3001)
 
     The tokens are those of MLX's operations. Its sums are less exact, so that the other numbers are those of float64.
     """
-    key, temperature = twice(mx.random.key(5)), 0.7
+    key = twice(mx.random.key(5))
+    temperature = 0.7
     drawn = [mx.array(_wide_logits(shape)).astype(dtype) for shape in shapes]
     mx.eval(drawn)
 

@@ -94,7 +94,8 @@ def _joined_factors(matrices: Sequence[Matrix]) -> tuple[mx.array, mx.array] | t
     for place, matrix in enumerate(matrices):
         b = mx.zeros((matrix.weight.shape[0], 0), matrix.weight.dtype) if matrix.b is None else matrix.b
         rows.append(mx.pad(b, [(0, 0), (sum(ranks[:place]), sum(ranks[place + 1 :]))]))
-    a, b = mx.concatenate([matrix.a for matrix in matrices if matrix.a is not None]), mx.concatenate(rows)
+    a = mx.concatenate([matrix.a for matrix in matrices if matrix.a is not None])
+    b = mx.concatenate(rows)
     if trace.current().factors is None:
         mx.eval(a, b)
     return a, b

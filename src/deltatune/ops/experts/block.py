@@ -43,7 +43,10 @@ ROWS_PER_EXPERT = {"metal": 4, "cuda": 128}
 
 # The cost of a tile on a CPU in addition to its rows, measured in rows: a BLAS call; copying a matrix to fp32;
 # unpacking a quantised one; adding the matrix's gradient up.
-DENSE_COST, HALF_COST, PACKED_COST, TRAINED_COST = 27, 60, 400, 200
+DENSE_COST = 27
+HALF_COST = 60
+PACKED_COST = 400
+TRAINED_COST = 200
 
 
 def swiglu(up: mx.array, gate: mx.array) -> mx.array:
@@ -85,7 +88,8 @@ def expert_block(
         NotImplementedError: A second derivative is taken.
     """
     _check(x, indices, scores, up, down, gate)
-    lead, top_k = indices.shape[:-1], indices.shape[-1]
+    lead = indices.shape[:-1]
+    top_k = indices.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
     flat = mx.stop_gradient(indices).reshape(-1, top_k)
     # For an index out of range MLX would write outside its memory; as uint32, a negative index is a large one.
@@ -124,7 +128,9 @@ class _Block:
 
     def __init__(self, projections: list[Projection], activation: Activation, layout: Tiled | Sorted, summed: bool):
         self.projections = [projection.without_arrays() for projection in projections]
-        self.activation, self.layout, self.summed = activation, layout, summed
+        self.activation = activation
+        self.layout = layout
+        self.summed = summed
         self.in_fp32 = backend.computes_in_fp32()
         # Computing up and gate again would be two of eight products with weights.
         self.keeps = backend.device() == "cuda" and not trace.current().recomputed
@@ -139,7 +145,8 @@ class _Block:
             num_saved = len(outputs) - 1
 
             def backward(dy: mx.array, *arrays: mx.array) -> list[mx.array]:
-                saved, (x, scores, *more) = arrays[:num_saved], arrays[num_saved:]
+                saved = arrays[:num_saved]
+                x, scores, *more = arrays[num_saved:]
                 return self.backward(dy, x, scores, more[:num_routing], more[num_routing:], saved)
 
             gradients = not_differentiated_again(backward, refuse_second_derivative(_NO_SECOND_DERIVATIVE))
@@ -185,7 +192,8 @@ class _Block:
         dscores = mx.zeros(scores.size)
         sums = GradientSums(readers, down, layout)
         every = turns(range(layout.chunks + 1))
-        of_chunk, remaining = len(saved) // len(every), iter(saved)
+        of_chunk = len(saved) // len(every)
+        remaining = iter(saved)
         left: list[mx.array] = []
         for number, _, left_out in every:
             if left_out:
@@ -271,7 +279,8 @@ class _Block:
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:
-    experts, pairs = projections[0].experts, tokens * top_k
+    experts = projections[0].experts
+    pairs = tokens * top_k
     outer, inner = projections[0].inputs, projections[0].outputs
     row_bytes = 4 * (3 * outer + 6 * inner)
     if not backend.computes_in_fp32():
@@ -297,7 +306,8 @@ def _check(
     down: Projection,
     gate: Projection | None,
 ) -> None:
-    tokens, width = tuple(x.shape[:-1]), x.shape[-1]
+    tokens = tuple(x.shape[:-1])
+    width = x.shape[-1]
     if not is_floating(x) or x.size == 0:
         raise ValueError(f"expert_block: x must be [..., D] floats with a token in it, got {list(x.shape)} {x.dtype}.")
     if tuple(indices.shape[:-1]) != tokens or not mx.issubdtype(indices.dtype, mx.integer):

@@ -39,11 +39,14 @@ def without_state(group: Group) -> _Chunks:
     qk = group.qk.reshape(*group.qk.shape[:-2], 2, size, -1)
     levels, from_start, to_end = decay_levels(mx.exp(group.log_g))
     products = gram(qk, levels, 1 if group.beta is None else 2)
-    u, w, inverse = group.v, None, None
+    u = group.v
+    w = None
+    inverse = None
     if group.beta is not None:
         inverse = unit_lower_inverse(group.beta[..., None] * products[..., 1, :, :])
         solve = inverse * group.beta[..., None, :]
-        u, w = solve @ group.v, solve @ (group.k * from_start)
+        u = solve @ group.v
+        w = solve @ (group.k * from_start)
     return _Chunks(
         levels=levels,
         qk=qk,
@@ -82,7 +85,10 @@ def input_gradients(
     """Return the gradients of the group from those of its deltas and states; m is M of README.md."""
     dq_from_start = (dy @ states) * chunks.from_start
     dk_to_end = (delta @ across.states_after) * chunks.to_end
-    dv, dbeta, dk_outside, reads = across.deltas, None, dk_to_end, dq_from_start * group.q
+    dv = across.deltas
+    dbeta = None
+    dk_outside = dk_to_end
+    reads = dq_from_start * group.q
     m = (dy @ delta.swapaxes(-1, -2))[..., None, :, :]
     if group.beta is not None and chunks.inverse is not None:
         d_right = chunks.inverse.swapaxes(-1, -2) @ across.deltas

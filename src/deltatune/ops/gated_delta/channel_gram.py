@@ -28,7 +28,8 @@ def decay_levels(gate: mx.array) -> tuple[list[Level], mx.array, mx.array]:
     that from after each token to the chunk's end [..., C, Dk].
     """
     *batch, size, channels = gate.shape
-    prefix, suffix = gate, mx.ones_like(gate)
+    prefix = gate
+    suffix = mx.ones_like(gate)
     levels = []
     width = 1
     while width < size:

@@ -17,17 +17,23 @@ from .fused import GRADIENT_INPUTS, GRADIENTS_OUT, PREPARED, REVERSED, SCANNED, 
 from .tiling import Shape, Tiling, choose_tiling
 
 # The positions of a chunk, and the bytes of its Z or P.
-_CHUNK, _TRIANGLE = 64, 8 * 9 * 128
+_CHUNK = 64
+_TRIANGLE = 8 * 9 * 128
 # The rows of a state that a block of a scan computes: few for few heads, for then more multiprocessors have a block.
 # Relative time per chunk: a block of 32 rows takes 5/8 of the time of one of 64 (docs/decisions/gated-delta-hopper.md).
-_NARROW, _WIDE = 32, 64
-_NARROW_TIME, _WIDE_TIME = 5, 8
+_NARROW = 32
+_WIDE = 64
+_NARROW_TIME = 5
+_WIDE_TIME = 8
 # The sizes of heads that the kernels support.
-_KEY_SIZE, _VALUE_SIZES = 128, (64, 128)
+_KEY_SIZE = 128
+_VALUE_SIZES = (64, 128)
 # Groups of 32 threads per block of a scan: teams of four, of which one writes, or two in the narrow forward scan.
-_SCAN_GROUPS, _NARROW_SCAN_GROUPS = 12, 16
+_SCAN_GROUPS = 12
+_NARROW_SCAN_GROUPS = 16
 # The chunks that a scan's block has in shared memory, and the groups of the gradient kernel.
-_STAGES, _GRADIENT_GROUPS = 3, 16
+_STAGES = 3
+_GRADIENT_GROUPS = 16
 # The blocks of the prepare kernel on a multiprocessor: each mostly waits, so that their number decides its speed.
 _PREPARE_RESIDENT = 5
 

@@ -47,7 +47,8 @@ def gated_delta_fused(
     constants = [mask] if mask is not None else []
     constants += [segments.astype(mx.int32)] if segments is not None else []
     passes = FusedPasses(tiling_of_call, stateful=initial_state is not None, **options)
-    inputs, again = input_of(q, k, v), recomputes()
+    inputs = input_of(q, k, v)
+    again = recomputes()
     cut = cut_of(tiling) if again and tiling else None
     if cut:
         function = recomputing_pieces(FusedPieces(passes, cut), inputs)

@@ -121,7 +121,8 @@ def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
     refuse = refuse_second_derivative(no_second_derivative(passes.erases))
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
-        backward, cotangents = not_differentiated_again(passes.backward, refuse), cotangents[:RESULTS]
+        backward = not_differentiated_again(passes.backward, refuse)
+        cotangents = cotangents[:RESULTS]
         if source:
             # The second run waits for the cotangents, so that it neither starts early nor is merged with the first.
             primals = *source.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))

@@ -25,7 +25,8 @@ from .transforms import no_second_derivative
 LEAST = 2**18
 # Fewer pieces free too little for the copies of their gradients into one array, and more hold hardly less. Of a batch's
 # rows the fewest are best: eight rows one by one took an H100 a tenth longer than two by two, and held more.
-FEWEST, MOST = 4, 8
+FEWEST = 4
+MOST = 8
 Span = tuple[int, int]
 
 
@@ -83,7 +84,8 @@ class FusedPieces:
 
     def backward(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         """Return the gradients of the floats, from the inputs, dy, the final state's gradient, and the borders."""
-        passes, spans = replace(self.passes, stateful=True), list(pairwise(self.cut.tokens))
+        passes = replace(self.passes, stateful=True)
+        spans = list(pairwise(self.cut.tokens))
         dy, d_last, *borders = arrays[self.passes.inputs :]
         rows: list[list[mx.array]] = []
         done: list[mx.array] = []
@@ -142,7 +144,8 @@ def recomputing_pieces(pieces: FusedPieces, source: Input) -> Function:
     refuse = refuse_second_derivative(no_second_derivative(pieces.passes.erases))
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
-        backward, cotangents = not_differentiated_again(pieces.backward, refuse), cotangents[:RESULTS]
+        backward = not_differentiated_again(pieces.backward, refuse)
+        cotangents = cotangents[:RESULTS]
         primals = *source.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))
         gradients = backward(*primals, *cotangents, *outputs[RESULTS:])
         return *gradients, *map(mx.zeros_like, primals[pieces.passes.floats :])

@@ -34,9 +34,11 @@ def run(tiling: Tiling, phase: str, arrays: Arrays) -> Arrays:
         return tiling.run(phase, arrays)
     taken, left = _STATES[phase]
     names = [name for name in getattr(tiling.kernels, phase).inputs if name in arrays and name != taken]
-    state, outputs = arrays[taken], []
+    state = arrays[taken]
+    outputs = []
     for first, last in parts if phase == "scan" else reversed(parts):
-        start, end = first * tiling.chunk, min(last * tiling.chunk, tiling.length)
+        start = first * tiling.chunk
+        end = min(last * tiling.chunk, tiling.length)
         of_part = {
             name: arrays[name][:, start:end] if name in _BY_TOKEN else arrays[name][:, :, first:last] for name in names
         }
@@ -55,7 +57,8 @@ def _parts(tiling: Tiling) -> list[tuple[int, int]]:
     steps = tiling.chunks
     if tiling.machine == "metal":
         x, y, z = tiling.scan_blocks
-        chunk, slices = tiling.chunk, x * y * z * tiling.slice
+        chunk = tiling.chunk
+        slices = x * y * z * tiling.slice
         # A reverse scan multiplies the state, or its gradient, four times, and triangles of a chunk four times.
         multiplications = slices * chunk * 4 * (tiling.key_size + chunk)
         steps = max(1, min(MOST_STEPS, int(MOST_MULTIPLICATIONS / multiplications)))

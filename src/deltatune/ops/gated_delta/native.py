@@ -53,7 +53,8 @@ def unsupported(k: mx.array, v: mx.array, log_g: mx.array) -> str | None:
     if log_g.ndim == 4:
         # It would take such gates as if there were one per head, without an error.
         return "log_g has a gate per key channel, and MLX's operator supports one gate per head only"
-    heads, sizes = (k.shape[2], v.shape[2]), {k.shape[3], v.shape[3]}
+    heads = (k.shape[2], v.shape[2])
+    sizes = {k.shape[3], v.shape[3]}
     if not loops() and (heads not in HEADS or sizes != {HEAD_SIZE}):
         return f"{heads[0]}/{heads[1]} heads of {k.shape[3]} x {v.shape[3]} would run as a loop over tokens"
     return None

@@ -46,7 +46,9 @@ def without_state(group: Group) -> _Chunks:
     """Compute everything about the chunks of a group that does not depend on a state."""
     from_start, to_end, decay = _decays(group.log_g, group.beta is not None)
     gram = group.products.of(group.reads, group.k.swapaxes(-1, -2)) * decay
-    u, w, inverse = group.v, None, None
+    u = group.v
+    w = None
+    inverse = None
     if group.beta is not None:
         inverse = unit_lower_inverse(group.beta[..., None] * gram[..., group.v.shape[-2] :, :])
         solve = inverse * group.beta[..., None, :]
@@ -87,9 +89,12 @@ def input_gradients(
     across: AcrossGradients,
 ) -> Gradients:
     """Return the gradients of the group from those of its deltas and states; m and z are M and Z of README.md."""
-    size, products = dy.shape[-2], group.products
-    rows, d_right = dy, across.deltas
-    beta_rows, start_rows = mx.ones_like(chunks.from_start), chunks.from_start
+    size = dy.shape[-2]
+    products = group.products
+    rows = dy
+    d_right = across.deltas
+    beta_rows = mx.ones_like(chunks.from_start)
+    start_rows = chunks.from_start
     if group.beta is not None and chunks.inverse is not None:
         d_right = products.of(chunks.inverse.swapaxes(-1, -2), across.deltas)
         rows = mx.concatenate([dy, -d_right], axis=-2)
@@ -109,7 +114,8 @@ def input_gradients(
     ends = (dk_end * group.k).sum(axis=-1) * chunks.to_end
     through = (across.states_after * states).sum(axis=-1).sum(axis=-1) * chunks.from_start[..., -1]
     pairs = m * chunks.gram
-    dv, dbeta = d_right, None
+    dv = d_right
+    dbeta = None
     if group.beta is not None:
         dbeta = (d_right * group.v).sum(axis=-1) + starts[..., size:] + pairs[..., size:, :].sum(axis=-1)
         starts = starts[..., :size] + group.beta * starts[..., size:]

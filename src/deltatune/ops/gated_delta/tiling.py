@@ -144,7 +144,8 @@ class Tiling:
     @property
     def prepared(self) -> Outputs:
         """The outputs of the prepare kernel: for each chunk the packed triangles solve and scores, and factors."""
-        chunks, tiles = (self.batch, self.value_heads, self.chunks), self.chunk // 16
+        chunks = (self.batch, self.value_heads, self.chunks)
+        tiles = self.chunk // 16
         triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32 if self.erases else self.saved_dtype)
         outputs: Outputs = {"scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
         return {"solve": triangle} | outputs if self.erases else outputs
@@ -206,7 +207,8 @@ class Tiling:
 
     def _of_phase(self, phase: str, beta: mx.Dtype) -> tuple[int, Blocks, Outputs]:
         """Return groups in a block, the grid, and the outputs."""
-        heads, rows = (self.batch, self.value_heads), padded(self.value_size)
+        heads = (self.batch, self.value_heads)
+        rows = padded(self.value_size)
         saved = ((*heads, self.chunks, rows, self.state_stride), self.saved_dtype)
         by_chunk = ((*heads, self.chunks, rows, self.saved_stride), mx.float32)
         state = ((*heads, self.value_size, self.key_size), mx.float32)
@@ -287,7 +289,8 @@ def _scan(rows: int, split: int = 1, loaders: int = 0) -> Division:
 def _scan_slice(shape: Shape, dtype: mx.Dtype, erases: bool) -> Division:
     """Return how a scan on CUDA is divided."""
     batch, _, _, value_heads, key_size, value_size = shape
-    heads, rows = batch * value_heads, padded(value_size)
+    heads = batch * value_heads
+    rows = padded(value_size)
     if dtype == mx.bfloat16:
         # Measured on an H200 (docs/decisions/gated-delta.md): small slices are faster where all blocks run at once.
         # Without an erase two blocks fit on a multiprocessor.

@@ -8,7 +8,9 @@ from __future__ import annotations
 from ..operator.measure import ROUNDING
 
 # fp32 against float64, for usual inputs, for one repeated key, and for beta near 2 with gates of 1, where errors grow.
-EASY, REPEATED_KEY, OVERSHOOTING = 2e-6, 2e-5, 5e-5
+EASY = 2e-6
+REPEATED_KEY = 2e-5
+OVERSHOOTING = 5e-5
 
 # A row of slow gates forgets nothing, so the errors of all its tokens add up: one rounding of fp32 for each of 512.
 SLOW = 512 * 2.0**-24
@@ -29,7 +31,9 @@ PRODUCTS_IN_BF16 = (3 * 12) ** 0.5
 
 # Norms of errors relative to the norm of the truth. In fp32 the fused kernels stay under FUSED_NORM or under chunk's
 # error; in bf16 under FUSED_BF16 times naive's error or BF16_NORM, the error of rounding the outputs to bf16.
-FUSED_NORM, FUSED_BF16, BF16_NORM = 1e-6, 2.0, 1.7e-3
+FUSED_NORM = 1e-6
+FUSED_BF16 = 2.0
+BF16_NORM = 1.7e-3
 
 # d(log_g) in bf16 between two tilings with equal chunks: sums differ in order, so now and then a rounding differs.
 FUSED_CUTS = 5e-4

@@ -104,8 +104,10 @@ class CubinKernel:
     ) -> Callable[..., list[mx.array]]:
         """Return the kernel as a function of `inputs=` alone, for arrays of the shapes and dtypes of these."""
         shapes = [array.shape if read else () for array, read in zip(inputs, _shapes_read(self), strict=True)]
-        dtypes, axes = tuple(array.dtype for array in inputs), tuple(map(len, shapes))
-        kind, builders = (tuple(template), dtypes, axes, tuple(output_dtypes)), dispatch.current().builders
+        dtypes = tuple(array.dtype for array in inputs)
+        axes = tuple(map(len, shapes))
+        kind = (tuple(template), dtypes, axes, tuple(output_dtypes))
+        builders = dispatch.current().builders
         if builders is not None:
             builds.begin(builders, (self, *kind), partial(_build, self, *kind))
             outputs = list(zip(output_shapes, output_dtypes, strict=True))
@@ -176,7 +178,8 @@ def _read(path: Path) -> bytes | None:
         data = path.read_bytes()
     except OSError:
         return None
-    digest, code = data[:_DIGEST], data[_DIGEST:]
+    digest = data[:_DIGEST]
+    code = data[_DIGEST:]
     return code if hashlib.sha256(code).digest() == digest else None
 
 

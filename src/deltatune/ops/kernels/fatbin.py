@@ -53,7 +53,9 @@ def mode() -> str:
 @cache
 def _library() -> ctypes.CDLL | None:
     names = {f"libnvfatbin.so.{release}": inner for release, inner in _RELEASES.items()}
-    library, major, minor = nvidia.library([*nvidia.packaged(names), *names]), ctypes.c_uint(), ctypes.c_uint()
+    library = nvidia.library([*nvidia.packaged(names), *names])
+    major = ctypes.c_uint()
+    minor = ctypes.c_uint()
     if library is None or library.nvFatbinVersion(ctypes.byref(major), ctypes.byref(minor)):
         return None
     return library if (major.value, minor.value) >= _FIRST else None

@@ -261,7 +261,8 @@ def kernel_of(
     threads: int,
 ) -> Any:
     """Return the kernel of a text on `machine` (metal or cuda), to be called as MLX's own kernels are."""
-    name, text = kernel.name, header(machine, kernel.files)
+    name = kernel.name
+    text = header(machine, kernel.files)
     if machine == "cuda":
         return cubin.CubinKernel(name, inputs, outputs, source, text, size, threads, kernel.resident)
     # Within a process MLX finds a kernel that it built by its name, so different texts need different names.

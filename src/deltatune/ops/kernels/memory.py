@@ -33,7 +33,9 @@ class SharedMatrix(NamedTuple):
     planes: int
 
 
-_PLAIN, _SINGLE, _PAIR = SharedMatrix(4, 0), SharedMatrix(2, 1), SharedMatrix(4, 2)
+_PLAIN = SharedMatrix(4, 0)
+_SINGLE = SharedMatrix(2, 1)
+_PAIR = SharedMatrix(4, 2)
 
 
 @cache

@@ -12,7 +12,8 @@ from ...machine import nvidia
 from .cubin import CubinKernel, launching
 
 # `place` is an address on the host and a size, each as two halves of 32 bits. The bus needs few blocks.
-_BLOCKS, _THREADS = 32, 512
+_BLOCKS = 32
+_THREADS = 512
 _PLACE = """
 const unsigned long long host = place[0] | (unsigned long long)place[1] << 32;
 const unsigned long long size = place[2] | (unsigned long long)place[3] << 32;
@@ -61,7 +62,8 @@ class PinnedRoom:
         address = nvidia.pinned(size)
         if address is None:
             raise MemoryError(f"NVIDIA's driver gives no {size:,} bytes of page-locked memory")
-        self.size, self._address = size, address
+        self.size = size
+        self._address = address
         self._written = mx.array(0, mx.uint32)
         self._kind: tuple[tuple[int, ...], mx.Dtype] = (), mx.float32
 

@@ -40,7 +40,8 @@ def adapted_products(x: mx.array, matrices: Sequence[AdaptedMatrix], scale: floa
 
     x is [..., in], of the dtype of all matrices.
     """
-    count, packings = len(matrices), [matrix.quantization for matrix in matrices]
+    count = len(matrices)
+    packings = [matrix.quantization for matrix in matrices]
     source = input_of(x)
 
     def forward(x: mx.array, weights: Weights, downs: list[mx.array], ups: list[mx.array]) -> list[mx.array]:

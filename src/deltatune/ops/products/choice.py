@@ -22,7 +22,8 @@ from ..operator.operator import Candidate, Operator
 from .quantized_product import SLAB_BYTES, Quantization, packed_product
 
 # The fewest rows, inputs and outputs for which a time is worth taking, and the most that are timed.
-_FEWEST, _MOST = 512, 2048
+_FEWEST = 512
+_MOST = 2048
 # The largest error in fp32, of sums over _MOST products.
 _BOUND = 1e-5
 

@@ -22,10 +22,15 @@ from ..operator.measure import in_float64, random_arrays
 from ..pointwise.passes import LEAST
 
 # How many rows a block of `rows` may take, and the most sums of a block, and of one with all groups.
-_LINES, _SUMS, _SUMS_OF_ALL, _GROUPS = (64, 32, 16), 2048, 256, 16
+_LINES = (64, 32, 16)
+_SUMS = 2048
+_SUMS_OF_ALL = 256
+_GROUPS = 16
 # The columns that a group of `columns` takes, how many blocks share a multiprocessor, and how many bytes the other one
 # reads while a block starts and ends.
-STRIPE, _TOGETHER, _IDLE = 64, 2, 2**15
+STRIPE = 64
+_TOGETHER = 2
+_IDLE = 2**15
 # The groups of a block of `wide`, each of which takes 32 rows of 64 columns.
 _WIDE_GROUPS = 8
 # Blocks have so many threads that the compiler must know their number.
@@ -186,7 +191,8 @@ class LowRankProduct:
         if both:
             results["along"] = ((rows, self.rank), self.dtype)
         tiles, parts, _ = self.blocks(rows, columns)
-        marks, sums = 4 * tiles * parts, tiles * parts * self.side * STRIPE * self.rank if parts > 1 else 0
+        marks = 4 * tiles * parts
+        sums = tiles * parts * self.side * STRIPE * self.rank if parts > 1 else 0
         along = tiles * -(-rows * self.rank // 4) * 4 if both and tiles > 1 else 0
         return results | {"handed": ((marks + sums + along,), mx.float32)}
 
@@ -253,7 +259,8 @@ def division(rows: int, columns: int, rank: int, along: bool) -> tuple[int, int]
     def most_read(choice: tuple[int, int]) -> int:
         side, block_rows = choice
         width = min(side * STRIPE, columns)
-        tiles, parts = -(-columns // (side * STRIPE)), -(-rows // block_rows)
+        tiles = -(-columns // (side * STRIPE))
+        parts = -(-rows // block_rows)
         in_turn = -(-tiles * parts // places)
         added = (parts * width if parts > 1 else 0) + (tiles * block_rows if along and tiles > 1 else 0)
         return in_turn * (_TOGETHER * block_rows * (width + padded(rank)) * 2 + _IDLE) + added * rank * 4

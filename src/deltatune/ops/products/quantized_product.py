@@ -27,7 +27,8 @@ from ..tracing import trace
 # The number of rows from which unpacking first is faster; on Metal choice.py compares times.
 ROWS = {"cpu": 8, "cuda": 64}
 # The same of a product with so many multiplications, for which an NVIDIA GPU takes longer than for its launches.
-ROWS_OF_LARGE, LARGE = 8, 10**8
+ROWS_OF_LARGE = 8
+LARGE = 10**8
 # The size of a slab, the part of a matrix that is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20, "metal": 256 * 2**20}
 
@@ -80,7 +81,8 @@ def packed_product(
     stored = [scales] if biases is None else [scales, biases]
     whole = trace.current().known.of(w, _Whole)
     if whole is not None:
-        dtype, by_dtype = _result_dtype(x, scales), whole.by_dtype
+        dtype = _result_dtype(x, scales)
+        by_dtype = whole.by_dtype
         if dtype not in by_dtype:
             by_dtype[dtype] = unpacked(w, *_cast(stored, dtype), dtype=dtype, **quantization.storage)
         return x.astype(dtype) @ (by_dtype[dtype].T if quantization.transpose else by_dtype[dtype])

@@ -26,7 +26,8 @@ class Known:
 
     def note(self, array: mx.array, fact: object) -> None:
         """Note a fact about an array, in the place of an earlier fact of the same class."""
-        of_kind, key = self._facts.setdefault(type(fact), {}), id(array)
+        of_kind = self._facts.setdefault(type(fact), {})
+        key = id(array)
         # The fact goes before another array can get the same id.
         of_kind[key] = weakref.ref(array, lambda _: of_kind.pop(key, None)), fact
 

@@ -23,13 +23,13 @@ class Turn(NamedTuple):
     left_out: int = 0
 
 
-def turns(bounds: Sequence[int], ends: int = 1) -> list[Turn]:
-    """Return the turns between each two bounds; in the trace of a plan, one for all but `ends` at either end."""
+def turns(bounds: Sequence[int], first: int = 1, last: int = 1) -> list[Turn]:
+    """Return the turns between each two bounds; in the trace of a plan, one for all but the first and the last ones."""
     every = [Turn(*span) for span in pairwise(bounds)]
-    middle = every[ends:-ends]
+    middle = every[first:-last]
     if len(middle) < 2 or not trace.current().shortened:
         return every
-    return [*every[:ends], Turn(middle[0].start, middle[-1].stop, len(middle)), *every[-ends:]]
+    return [*every[:first], Turn(middle[0].start, middle[-1].stop, len(middle)), *every[-last:]]
 
 
 def blank(like: mx.array, length: int, after: Sequence[mx.array], axis: int = 0) -> mx.array:

@@ -11,7 +11,13 @@ from ...models.sampled_policy import EXCLUDED, SampledPolicy
 from ...options.config import TrainConfig
 from ..preferences.loss import TokenLosses
 
-DAPO, GRPO, DR_GRPO, BNPO, GSPO, CISPO, RLOO = "dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo"
+DAPO = "dapo"
+GRPO = "grpo"
+DR_GRPO = "dr_grpo"
+BNPO = "bnpo"
+GSPO = "gspo"
+CISPO = "cispo"
+RLOO = "rloo"
 VARIANTS = (DAPO, GRPO, DR_GRPO, BNPO, GSPO, CISPO, RLOO)
 # The variants with one ratio of probabilities for each answer, and those that are a mean over answers.
 BY_ANSWER = (GSPO, RLOO)
@@ -19,7 +25,8 @@ MEAN_OF_ANSWERS = (GRPO, GSPO, RLOO)
 # The largest weight of a token, or of an answer, by which the loss corrects the sampler.
 LARGEST_CORRECTION = 2.0
 # The figures under TRL's names, where it has them.
-KL, CLIPPED = "kl", "clip_ratio/region_mean"
+KL = "kl"
+CLIPPED = "clip_ratio/region_mean"
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _FIGURES = (
     "clip_ratio/low_mean",
@@ -157,7 +164,8 @@ def _figures(
 ) -> mx.array:
     """Return sums and counts of the figures of a step, [2, figures]."""
     advantages = rollouts["advantages"]
-    low, high = clipped[0] & (advantages < 0), clipped[1] & (advantages > 0)
+    low = clipped[0] & (advantages < 0)
+    high = clipped[1] & (advantages > 0)
     tokens = mask.sum()
     present = (tokens > 0).astype(mx.float32)
     difference = difference * mask

@@ -24,7 +24,8 @@ class PictureSampler:
     def __init__(self, model: Any, ends: Collection[int], max_tokens: int):
         self._language = model.language_model
         self._split = split_vision(model, compare=False)
-        self._tower = frozen_tower(model)
+        # Each prompt is read once, so that no features are kept.
+        self._tower = frozen_tower(model, 0)
         self._ends = ends
         self._max_tokens = max_tokens
 

@@ -129,7 +129,9 @@ class RolloutOrder:
     def restore(self, state: dict[str, Any], arrays: Mapping[str, mx.array]) -> None:
         """Continue from a state and its arrays; a sampling that is half used and was not saved is left out."""
         self._prompts.restore(state["prompts"])
-        self._sampling, self._used, self._place = state["sampling"], state["used"], state["prompts"]
+        self._sampling = state["sampling"]
+        self._used = state["used"]
+        self._place = state["prompts"]
         self._rollouts = None
         if arrays:
             self._take(Rollouts.saved(arrays, self._next_prompts()))
@@ -199,7 +201,8 @@ class RolloutOrder:
 
     def _take(self, rollouts: Rollouts) -> None:
         """Make these rollouts the present ones."""
-        config, size = self._config, self._config.num_generations
+        config = self._config
+        size = self._config.num_generations
         totals = total_rewards(rollouts.rewards, self.sampler.rewards.weights)
         self._totals = totals
         if self._variant == RLOO:
@@ -252,7 +255,8 @@ class RolloutOrder:
 
     def _token_weights(self, rollouts: Rollouts, numbers: Sequence[int]) -> tuple[np.ndarray, float]:
         """Return the weight [N] of each token of an answer in a batch's sum of losses, and the divisor of the sum."""
-        counted, lengths = self._counted(rollouts), rollouts.answers.lengths
+        counted = self._counted(rollouts)
+        lengths = rollouts.answers.lengths
         weights = counted.astype(np.float32)
         tokens = float((lengths * counted)[list(numbers)].sum())
         if self._variant in MEAN_OF_ANSWERS:
