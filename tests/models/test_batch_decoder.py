@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder
-from deltatune.models.batch_decoder import BatchDecoder, is_covered
+from deltatune.models.batch_decoder import BatchDecoder, chooser_of, is_covered
 from deltatune.ops.decoding import attention_token, delta_token
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
@@ -78,6 +78,20 @@ def test_an_answer_ends_at_its_end_token(tiny_model, prompts):
     assert len({len(tokens) for tokens in shortened}) > 1
     with patched():
         assert BatchDecoder(model, 2, ends, 8).run(prompts) == shortened
+
+
+def test_an_answer_ends_where_it_is_stopped(tiny_model, prompts):
+    """The token at which it stops remains in it, and its row is free for the next prompt."""
+    model = small(tiny_model).eval()
+    expected = [by_mlx_lm(model, prompt, 8) for prompt in prompts]
+    last = {tokens[3] for tokens in expected}
+    ends = [next((at + 1 for at, token in enumerate(tokens) if token in last), 8) for tokens in expected]
+    with patched():
+        answers = BatchDecoder(model, 2, (), 8).answers(
+            prompts, chooser_of(None), stops=lambda tokens: tokens[-1] in last
+        )
+    assert [answer.tokens for answer in answers] == [tokens[:end] for tokens, end in zip(expected, ends, strict=True)]
+    assert [answer.ended for answer in answers] == [answer.tokens[-1] in last for answer in answers]
 
 
 def test_an_answer_has_a_token_at_least(tiny_model):

@@ -169,3 +169,9 @@ def test_models_with_other_caches_are_sampled_by_mlx_lm(family, other_model, tin
             figures = np.stack(answer.figures)
             np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
             np.testing.assert_allclose(figures[:, 1], -(p * np.log(p)).sum(-1), atol=2e-4)
+        stopped = engine.answers(prompts, policy.sampler(mx.random.key(0)), stops=lambda tokens: tokens[-1] % 2 == 0)
+        for answer in stopped:
+            assert [token % 2 for token in answer.tokens[:-1]] == [1] * (len(answer.tokens) - 1)
+            assert answer.stopped == (answer.end is None and answer.tokens[-1] % 2 == 0)
+            assert answer.ended or len(answer.tokens) == 6
+        assert any(answer.stopped for answer in stopped)

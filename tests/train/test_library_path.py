@@ -110,6 +110,7 @@ JUDGED = {
     *("epsilon", "epsilon_high", "mask_truncated_completions", "max_completion_length", "min_p", "num_generations"),
     *("num_iterations", "reward_errors", "reward_funcs", "reward_timeout", "reward_weights", "sampler_correction"),
     *("scale_rewards", "teacher", "temperature", "top_k", "top_p", "lmbda", "mtp", "mtp_weight", "mtp_trunk_gradient"),
+    "stop_strings",
 }
 
 

@@ -45,6 +45,8 @@ ROUNDED = 0.1
 Sampler = Callable[[mx.array], mx.array]
 # Chooses the next token of each row from its logits [B, V].
 Chooser = Callable[[mx.array], Chosen]
+# Whether an answer of these tokens ends with the last of them, which is no end token.
+Stops = Callable[[Sequence[int]], bool]
 Step = Callable[..., tuple[mx.array, list[list[mx.array]], mx.array]]
 
 
@@ -68,14 +70,29 @@ def has_row_caches(model: nn.Module) -> bool:
 
 @dataclass
 class Answer:
-    """The answer to a prompt: tokens without the one that ended it, `end`, which is None for an answer that was cut.
+    """The answer to a prompt: tokens without its end token, `end`, which is None for one that was cut or `stopped`.
     `figures` are the chooser's, [F] for each token, that of the end included.
     """
 
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
     end: int | None = None
+    stopped: bool = False
     figures: list[list[float]] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer ended by itself."""
+        return self.stopped or self.end is not None
+
+    def take(self, token: int, figures: list[float], ends: Collection[int], stops: Stops | None) -> None:
+        """Add a token with its figures; it ends the answer if it is one of `ends`, or if `stops` says so."""
+        self.figures.append(figures)
+        if token in ends:
+            self.end = token
+            return
+        self.tokens.append(token)
+        self.stopped = stops is not None and stops(self.tokens)
 
 
 def chooser_of(sampler: Sampler | None) -> Chooser:
@@ -119,6 +136,7 @@ class BatchDecoder:
         self._ends = frozenset(ends)
         self._max_tokens = max_tokens
         self._choose = chooser_of(None)
+        self._stops: Stops | None = None
         self._first_room = room
         self._trains = trains
         self._kinds = [type(cache) for cache in make_prompt_cache(model)]
@@ -155,14 +173,19 @@ class BatchDecoder:
         return [answer.tokens for answer in self.answers(prompts, chooser_of(sampler))]
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], choose: Chooser, between: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        choose: Chooser,
+        between: Callable[[], None] | None = None,
+        stops: Stops | None = None,
     ) -> list[Answer]:
         """Return the answer to each prompt; a prompt that comes several times in a row is read once.
 
-        `between` is called before each step, and may leave it by an error. NotFiniteError for a chosen token's logit
-        that is not finite.
+        `between` is called before each step, and may leave it by an error. `stops` ends answers beside their end
+        tokens. NotFiniteError for a chosen token's logit that is not finite.
         """
         self._choose = choose
+        self._stops = stops
         self._trained = self._model.trainable_parameters() if self._trains else {}
         self._factors = None if self._trains else []
         self._clear(len(self._rows))
@@ -224,12 +247,8 @@ class BatchDecoder:
             if not healthy[place]:
                 raise NotFiniteError([*row.prompt, *row.tokens])
             token, *figures = numbers[place]
-            row.figures.append(figures)
-            if token in self._ends:
-                row.end = int(token)
-            else:
-                row.tokens.append(int(token))
-            if token in self._ends or len(row.tokens) >= self._max_tokens:
+            row.take(int(token), figures, self._ends, self._stops)
+            if row.ended or len(row.tokens) >= self._max_tokens:
                 self._rows[place] = None
 
     def _make_room(self) -> None:

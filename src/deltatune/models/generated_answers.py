@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..errors import NotFiniteError
 from ..machine import backend
 from ..machine.numpy_arrays import as_numpy
-from .batch_decoder import PROMPT_TOKENS, Answer, Chooser
+from .batch_decoder import PROMPT_TOKENS, Answer, Chooser, Stops
 
 
 def can_be_joined(model: nn.Module) -> bool:
@@ -40,12 +40,16 @@ class AnswerGenerator:
     ):
         self._model = model
         self._rows = rows
-        self._ends = [[end] for end in ends]
+        self._ends = frozenset(ends)
         self._max_tokens = max_tokens
         self._figures = figures
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], choose: Chooser, between: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        choose: Chooser,
+        between: Callable[[], None] | None = None,
+        stops: Stops | None = None,
     ) -> list[Answer]:
         """Return the answer to each prompt, as BatchDecoder.answers() does."""
         answers = [Answer(prompt) for prompt in prompts]
@@ -53,7 +57,7 @@ class AnswerGenerator:
         generator = BatchGenerator(
             self._model,
             max_tokens=self._max_tokens,
-            stop_tokens=self._ends,
+            stop_tokens=[[end] for end in self._ends],
             sampler=lambda log_probabilities: choose(log_probabilities).tokens,
             completion_batch_size=self._rows,
             prefill_batch_size=max(1, min(self._rows, backend.here(PROMPT_TOKENS) // longest)),
@@ -70,11 +74,9 @@ class AnswerGenerator:
                 if not np.isfinite(figures).all():
                     raise NotFiniteError(*([*row.prompt, *row.tokens] for row in rows))
                 for row, response, of_token in zip(rows, responses, figures.T, strict=True):
-                    row.figures.append(of_token.tolist())
-                    if response.finish_reason == "stop":
-                        row.end = response.token
-                    else:
-                        row.tokens.append(response.token)
-                    if response.finish_reason is not None:
+                    row.take(response.token, of_token.tolist(), self._ends, stops)
+                    if row.stopped and response.finish_reason is None:
+                        generator.remove([response.uid])
+                    if row.stopped or response.finish_reason is not None:
                         del waiting[response.uid]
         return answers

@@ -45,7 +45,7 @@ TRAINING: Conditions = {
         "without loss: grpo, since each sampled token would read the layers on the disk; take a model in 4 bits or "
         "less, a smaller batch_size or num_generations",
         lambda c, f: c.loss != "grpo"),
-    "max_completion_length top_p top_k min_p": (
+    "max_completion_length stop_strings top_p top_k min_p": (
         "where the model samples answers: with loss: grpo, or loss: distill and lmbda above 0, which takes those of "
         "the data at 0",
         lambda c, f: c.samples_answers),

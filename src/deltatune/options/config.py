@@ -200,6 +200,9 @@ class TrainConfig:
         "standard deviation by which advantages are divided: of the answers to a prompt, of all answers (batch), none",
         choices=("group", "batch", "none"),
     )
+    stop_strings: list[str] = _rollouts(
+        list, "texts at which a sampled answer ends, as at an end token; the text remains in the answer"
+    )
     mask_truncated_completions: bool = _rollouts(
         False, "leave answers without an end out of the loss, which max_completion_length has cut"
     )
@@ -458,6 +461,8 @@ class TrainConfig:
                 f"max_completion_length: expected less than max_seq_length, which is {self.max_seq_length}, since a "
                 f"row holds a prompt and its answer; got {self.max_completion_length}."
             )
+        if "" in self.stop_strings:
+            raise UserError("stop_strings: expected texts of at least one character, got an empty one.")
         if self.loss == "distill":
             self._check_distillation()
         if self.resume and self.overwrite:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
-from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.models.sampled_policy import Chosen, SampledPolicy
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import Trainer
@@ -47,6 +47,10 @@ def test_answers_have_the_log_probabilities_of_mlx_vlm(family, tiny_vision_check
     with patched(), inferring(model):
         engine = PictureSampler(model, (9, 40), 6)
         answers = engine.answers(prompts, 3, policy.sampler(mx.random.key(1)), lambda: None)
+        tokens = mx.array([9, 5, 5])
+        ending_first = Chosen(tokens, mx.stack([tokens, tokens]).astype(mx.float32))
+        forced = engine.answers(prompts[:1], 3, lambda _: ending_first, lambda: None)
+    assert [len(answer.figures) for answer in forced] == [1, 6, 6]
     assert [len(prompt.pictures.values) for prompt in prompts] == [1, 2, 0, 0]
     assert len({str(answer.tokens) for answer in answers}) > 6
     for number, answer in enumerate(answers):

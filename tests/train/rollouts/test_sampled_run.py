@@ -98,6 +98,22 @@ def test_a_run_reports_rewards_and_agrees_with_its_sampler(trainer_of, tmp_path)
     assert record["sampling/outside"] == 0
 
 
+def test_answers_end_at_texts(trainer_of, tmp_path):
+    """A text of two letters, which may stand in one token or in two; it remains in the answer."""
+    rewards = Letters()
+    stop_strings = ["e", "ab"]
+    trainer_of(rewards=rewards, iters=2, stop_strings=stop_strings, max_completion_length=24).run()
+    record = records(tmp_path / "out")[0]
+    _, completions, _ = rewards.calls[0]
+    stopped = [text for text in completions if any(stop in text for stop in stop_strings)]
+    assert stopped
+    for text in stopped:
+        first = min(text.find(stop) + len(stop) for stop in stop_strings if stop in text)
+        # The token that completes the text may go on behind it.
+        assert len(text) - first < 8
+    assert record["completions/clipped_ratio"] <= 1 - len(stopped) / len(completions)
+
+
 def test_a_model_with_latent_attention_is_sampled_by_mlx_lm(trainer_of, tiny_checkpoint, tmp_path, capsys):
     model = tiny_checkpoint("kimi_linear", num_hidden_layers=4)
     trainer_of(model=str(model), temperature=0.7, top_k=50, iters=2).run()

@@ -12,7 +12,7 @@ import numpy as np
 from ...data.example import Example
 from ...errors import UserError
 from ...machine.compiling import without_kernels
-from ...models.batch_decoder import ROWS, BatchDecoder, has_row_caches
+from ...models.batch_decoder import ROWS, BatchDecoder, Stops, has_row_caches
 from ...models.generated_answers import AnswerGenerator, can_be_joined
 from ...models.load import Loaded
 from ...models.sampled_policy import SampledPolicy
@@ -30,7 +30,7 @@ class SampledAnswers:
     Attributes:
         tokens: int32 [N, M].
         lengths: int32 [N], the tokens of each.
-        ended: bool [N], whether it ended by itself.
+        ended: bool [N], whether it ended by itself: by an end token or a text at which it stops.
         log_probabilities: float32 [N, M], of each token when it was sampled.
         entropies: float32 [N, M], those of the distributions of the tokens, without top_p, top_k and min_p.
     """
@@ -53,6 +53,7 @@ class AnswerSampler:
         self._loaded = loaded
         self._config = config
         self._policy = SampledPolicy.of(config, loaded.model)
+        self._stops = stops_at(config.stop_strings, loaded.tokenizer.decode)
         self._between = between
         # An answer's last token is sampled, and one more may be under way.
         self._room = positions + 2
@@ -74,9 +75,9 @@ class AnswerSampler:
             if self._engine is None:
                 self._engine = self._engine_of(model, most)
             if isinstance(self._engine, PictureSampler):
-                answers = self._engine.answers(prompts, self._config.rows_each, choose, self._between)
+                answers = self._engine.answers(prompts, self._config.rows_each, choose, self._between, self._stops)
             else:
-                answers = self._engine.answers(rows, choose, self._between)
+                answers = self._engine.answers(rows, choose, self._between, self._stops)
         tokens = np.zeros((len(rows), most), np.int32)
         figures = np.zeros((2, len(rows), most), np.float32)
         lengths = np.array([len(answer.figures) for answer in answers], np.int32)
@@ -84,7 +85,7 @@ class AnswerSampler:
             ends_with = [] if answer.end is None else [answer.end]
             tokens[row, : lengths[row]] = [*answer.tokens, *ends_with]
             figures[:, row, : lengths[row]] = np.array(answer.figures, np.float32).T
-        ended = np.array([answer.end is not None for answer in answers], bool)
+        ended = np.array([answer.ended for answer in answers], bool)
         return SampledAnswers(tokens, lengths, ended, *figures)
 
     def _engine_of(self, model: Any, most: int) -> BatchDecoder | AnswerGenerator | PictureSampler:
@@ -96,13 +97,28 @@ class AnswerSampler:
         return AnswerGenerator(model, self._rows, ends, most, self._policy.figures)
 
     def texts(self, answers: SampledAnswers) -> list[str]:
-        """Return the texts of answers, without their ends."""
-        lengths = answers.lengths - answers.ended
+        """Return the texts of answers, without their end tokens."""
+        last = answers.tokens[np.arange(len(answers.tokens)), answers.lengths - 1]
+        lengths = answers.lengths - np.isin(last, list(self._loaded.tokenizer.eos_token_ids))
         return [self.text(tokens[:length]) for tokens, length in zip(answers.tokens, lengths, strict=True)]
 
     def text(self, tokens: np.ndarray) -> str:
         """Return the text of tokens, without special ones."""
         return self._loaded.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+
+def stops_at(texts: Sequence[str], decode: Callable[[list[int]], str]) -> Stops | None:
+    """Return whether an answer has one of `texts`, the last token completing it; None without texts."""
+    if not texts:
+        return None
+    # Each token is a byte of the text at least. A decoder may drop a space before the first one.
+    most = max(len(text.encode()) for text in texts) + 1
+
+    def stops(tokens: Sequence[int]) -> bool:
+        end = decode(list(tokens[-most:]))
+        return any(text in end for text in texts)
+
+    return stops
 
 
 def check_covered(model: Any, config: TrainConfig) -> None:

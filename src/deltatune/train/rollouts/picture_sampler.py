@@ -12,7 +12,7 @@ from ...data.example import Example
 from ...data.vision.media import collate_pictures
 from ...errors import NotFiniteError
 from ...machine.numpy_arrays import as_numpy
-from ...models.batch_decoder import Answer, Chooser
+from ...models.batch_decoder import Answer, Chooser, Stops
 from ...models.layer_caches import empty_caches, repeat_row
 from ...models.vision.frozen_tower import frozen_tower
 from ...models.vision.split import split_vision, vision_arrays
@@ -30,15 +30,23 @@ class PictureSampler:
         self._max_tokens = max_tokens
 
     def answers(
-        self, prompts: Sequence[Example], rows: int, choose: Chooser, between: Callable[[], None]
+        self,
+        prompts: Sequence[Example],
+        rows: int,
+        choose: Chooser,
+        between: Callable[[], None],
+        stops: Stops | None = None,
     ) -> list[Answer]:
         """Return so many answers to each prompt, those to a prompt one after the other.
 
-        `between` is called between two tokens. A logit that is not finite raises NotFiniteError.
+        `between` is called between two tokens; `stops` ends answers beside their end tokens. A logit that is not finite
+        raises NotFiniteError.
         """
-        return [answer for prompt in prompts for answer in self._to_one(prompt, rows, choose, between)]
+        return [answer for prompt in prompts for answer in self._to_one(prompt, rows, choose, between, stops)]
 
-    def _to_one(self, prompt: Example, rows: int, choose: Chooser, between: Callable[[], None]) -> list[Answer]:
+    def _to_one(
+        self, prompt: Example, rows: int, choose: Chooser, between: Callable[[], None], stops: Stops | None
+    ) -> list[Answer]:
         assert prompt.pictures is not None
         answers = [Answer(prompt.tokens.tolist()) for _ in range(rows)]
         caches = empty_caches(self._language)
@@ -56,13 +64,9 @@ class PictureSampler:
             if not np.isfinite(figures).all():
                 raise NotFiniteError(*([*answer.prompt, *answer.tokens] for answer in answers))
             for answer, (token, *of_token) in zip(answers, figures.T.tolist(), strict=True):
-                if answer.end is None:
-                    answer.figures.append(of_token)
-                    if int(token) in self._ends:
-                        answer.end = int(token)
-                    else:
-                        answer.tokens.append(int(token))
-            if len(answers[0].figures) == self._max_tokens or all(answer.end is not None for answer in answers):
+                if not answer.ended:
+                    answer.take(int(token), of_token, self._ends, stops)
+            if all(answer.ended or len(answer.figures) == self._max_tokens for answer in answers):
                 return answers
             between()
             position += 1
