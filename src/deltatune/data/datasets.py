@@ -70,7 +70,7 @@ def first_image(config: TrainConfig) -> str | None:
             for source, row in table.candidates():
                 messages: Any
                 if config.has_preferences:
-                    messages: Any = messages_of(row)
+                    messages = messages_of(row)
                 elif config.loss == "grpo":
                     messages = (messages_to_answer(row, source, features) or ([],))[0]
                 else:

@@ -461,8 +461,6 @@ class TrainConfig:
                 f"max_completion_length: expected less than max_seq_length, which is {self.max_seq_length}, since a "
                 f"row holds a prompt and its answer; got {self.max_completion_length}."
             )
-        if "" in self.stop_strings:
-            raise UserError("stop_strings: expected texts of at least one character, got an empty one.")
         if self.loss == "distill":
             self._check_distillation()
         if self.resume and self.overwrite:

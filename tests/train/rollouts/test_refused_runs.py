@@ -26,7 +26,6 @@ WRONG = {
         "pack: sampler_correction: sequence weighs whole answers",
     ),
     "layers on the disk": ({"memory": 10**9}, "memory: read only without loss: grpo, since each sampled token would"),
-    "an empty text at which answers end": ({"stop_strings": ["a", ""]}, "stop_strings: expected texts of at least one"),
     "a reference of full fine-tuning": (
         {"beta": 0.1, "fine_tune_type": "full"},
         "beta: the reference is the model without its adapter, and fine_tune_type: full trains them",
