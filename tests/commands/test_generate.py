@@ -155,7 +155,7 @@ def test_tools_stand_in_the_prompt_of_generate_and_of_chat(tiny_checkpoint, tmp_
 NO_TOOLS = {
     "a missing file": (None, r"--tools tools.json: cannot be read \(.*\); give a JSON file"),
     "no JSON": ("[{", r"--tools tools.json: 'tools': expected JSON, got str '\[\{'"),
-    "one tool alone": (json.dumps(TOOLS[0]), r"--tools tools.json: 'tools': expected a list, got str"),
+    "one tool alone": (json.dumps(TOOLS[0]), r"--tools tools.json: 'tools': expected a list, got dict"),
     "a model without tools": (json.dumps(TOOLS), "--tools: the model has no chat template that describes tools"),
 }
 

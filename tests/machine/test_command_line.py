@@ -31,6 +31,9 @@ def test_the_command_line_is_recognised(monkeypatch, argv, original, expected):
 PRESSES = """
 import os, signal, sys
 
+# A shell's background jobs ignore Ctrl-C, and hand this on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Finder:
     def find_spec(name, *_):
         if name == os.environ["PRESSED_AT"]:

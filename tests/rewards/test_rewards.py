@@ -96,7 +96,7 @@ def opened(*functions, report=lambda text: None, **options):
     with Rewards(TrainConfig(reward_funcs=functions, **options), report) as rewards:
         groups = [child._process.pid for child in rewards._children]
         yield rewards
-    assert not [group for group in groups if running(group)]
+    assert all(map(ends, groups))
 
 
 def running(group):
@@ -104,6 +104,14 @@ def running(group):
     processes = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
     pairs = map(str.split, processes.splitlines())
     return any(number == str(group) and not status.startswith("Z") for number, status in pairs)
+
+
+def ends(group):
+    """Whether the processes of a group, which were killed, end within five seconds."""
+    end = time.monotonic() + 5
+    while running(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not running(group)
 
 
 def scored(*functions, **options):
@@ -238,10 +246,7 @@ def test_a_program_that_ends_leaves_no_process(folder, number):
         time.sleep(0.2)
         parent.send_signal(number)
         parent.wait(5)
-    end = time.monotonic() + 5
-    while running(group) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not running(group)
+    assert ends(group)
 
 
 def test_a_program_scores_lines_of_json(folder):

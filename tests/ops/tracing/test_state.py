@@ -27,7 +27,7 @@ OF_THE_PROCESS = {
     "ops.operator.verdicts._timed": "which implementations this process has timed",
     "train.distillation.teacher._teachers": "the teachers that were loaded, for the plan and the run",
     "ops.operator.verdicts._known": "which implementations were right on this machine",
-    "patches._asking": "what asks for the patches to be in force",
+    "patches._open": "what asks for the patches to be in force",
     "patches.evidence._known": "the functions of upstream that were compared",
     "patches.patch._in_force": "the patches that are in force",
     "patches.patch._watches": "the patches that wait for an import",

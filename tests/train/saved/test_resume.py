@@ -215,9 +215,9 @@ def test_a_model_that_computes_otherwise_is_refused(make_trainer, moved):
 @pytest.mark.bad_input("--resume with other options, which make other tensors train")
 def test_other_options_are_not_called_another_model(make_trainer, options):
     make_trainer(iters=1).run()
-    with pytest.raises(UserError, match=r"lora_parameters: was .*'rank': 2.*, now .*'rank': 3") as caught:
+    with pytest.raises(UserError, match="lora_parameters: rank: was 2, now 3") as caught:
         make_trainer(resume=True, lora_parameters=options["lora_parameters"] | {"rank": 3}).run()
-    with pytest.raises(UserError, match=r"lora_parameters: was .*, now .*'rank_pattern': {'q_proj': 1}"):
+    with pytest.raises(UserError, match=r"lora_parameters: rank_pattern: was {}, now {'q_proj': 1}"):
         make_trainer(resume=True, lora_parameters=options["lora_parameters"] | {"rank_pattern": {"q_proj": 1}}).run()
     assert "model:" not in str(caught.value)
 

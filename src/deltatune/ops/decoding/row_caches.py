@@ -28,6 +28,11 @@ def lengths_of(mask: object) -> mx.array | None:
 class RecurrentRows(States):
     """The states of a recurrent layer, [B, ...] each, in the place of mlx-lm's ArraysCache."""
 
+    @property
+    def handed(self) -> list[mx.array]:
+        """The states as the layer has left them: a step of one token computes hardly more than they hold."""
+        return [array for array in self.arrays if array is not None]
+
     def make_mask(self, tokens: int) -> None:
         """Say that no token of a row is padding."""
 
