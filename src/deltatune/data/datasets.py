@@ -22,6 +22,7 @@ from ..options.values import unknown_names
 from .batches.packing import pack, row_capacity
 from .batches.stream_order import ExampleStream, StreamedSplits
 from .chats import answer_ends
+from .chats.rendering import Renderer
 from .chats.unwritten import UnwrittenParts, note
 from .example import Example, Splits
 from .preferences.preference import Preference, completed
@@ -148,9 +149,10 @@ def _prompts(
     """Read the prompts of a split."""
     room = config.max_seq_length - config.max_completion_length
     read: list[PromptExample] = []
+    renderer = Renderer(tokenizer, config.chat_template_config)
     for table, features in parts:
         lost = UnwrittenParts(tokenizer)
-        read += [prompt_example(row, source, features, tokenizer, config, lost, placer) for source, row in table.rows()]
+        read += [prompt_example(row, source, features, renderer, config, lost, placer) for source, row in table.rows()]
         notes += [f"{table.name}: {note(*counted)}" for counted in lost.counts.items()]
     prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
     if left_out := len(read) - len(prompts):

@@ -92,23 +92,22 @@ def prompt_example(
     row: Any,
     source: str,
     features: Features,
-    tokenizer: Any,
+    renderer: Renderer,
     config: TrainConfig,
     unwritten: UnwrittenParts,
     placer: MediaPlacer | None = None,
 ) -> PromptExample:
     """Return the prompt of a row with its other columns; parts that the chat template leaves out are counted.
 
-    `placer` puts its images and videos into the prompt.
-
-    A UserError refuses a row that has no known format or an unknown role, holds images, or leaves no token.
+    `placer` puts its images and videos into the prompt. A UserError refuses a row that has no known format or an
+    unknown role, holds images without a placer, or leaves no token.
     """
     parts = messages_to_answer(row, source, features)
     media: Sequence[PlacedMedium] = ()
     columns = {name: value for name, value in row.items() if name not in (features.prompt, features.chat)}
     if parts is None:
         question: str | Messages = RowFormats(features).text(row, source).text
-        tokens = text_tokens(tokenizer, question)  # type: ignore[arg-type]
+        tokens = text_tokens(renderer.tokenizer, question)  # type: ignore[arg-type]
     else:
         messages, answers = parts
         options = template_options_of(row, source)
@@ -120,10 +119,10 @@ def prompt_example(
         else:
             messages, media = placer.place(row, messages, source)  # type: ignore[assignment]
         asked = {**(config.chat_template_config or {}), **options, "tools": tools}
-        tokens = tokens_to_answer(tokenizer, messages, asked, source)
-        renderer = Renderer(tokenizer, config.chat_template_config)
-        check_roles(messages, renderer.template(tools), source)
-        check_calls(messages, renderer.template(tools), source)
+        tokens = tokens_to_answer(renderer.tokenizer, messages, asked, source)
+        template = renderer.template(tools)
+        check_roles(messages, template, source)
+        check_calls(messages, template, source)
         unwritten.count_prompt(
             Conversation(messages, tools, [], False, source, options, media),
             lambda spoken, tools: renderer.text(spoken, tools, {**options, "add_generation_prompt": True}),

@@ -77,7 +77,7 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._inner = hugging_face_tokenizer(tokenizer)
         self.options = {"enable_thinking": tokenizer.has_thinking, **(options or {})}
         self._setups: dict[str, dict[str, Any]] = {}
@@ -89,7 +89,7 @@ class Renderer:
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
         overridden = type(self._inner).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-        return overridden or chat_template_code(self._tokenizer) is not None
+        return overridden or chat_template_code(self.tokenizer) is not None
 
     def template(self, tools: Any) -> str | None:
         """Return the Jinja template for conversations with these tools; None where code writes them."""
@@ -179,7 +179,7 @@ class Renderer:
         return self._names[key]
 
     def _marks(self, blocks: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-        ends = [self._inner.decode([token]) for token in self._tokenizer.eos_token_ids]
+        ends = [self._inner.decode([token]) for token in self.tokenizer.eos_token_ids]
         return {
             "specials": sorted({*special_tokens(self._inner), *ends}),
             "ends": sorted(ends),
@@ -212,11 +212,11 @@ class Renderer:
     def _own_code(self, options: Mapping[str, Any]) -> Template:
         """Return the code of the tokenizer in the form of a template."""
         options = {**self.options, **options}
-        return Template(self._tokenizer, options, Marks(**self._marks(False, options)))
+        return Template(self.tokenizer, options, Marks(**self._marks(False, options)))
 
     def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
         options = {**self.options, **options, "add_generation_prompt": False}
-        return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
 
 
 def _request(conversation: Conversation) -> dict[str, Any]:
