@@ -99,8 +99,7 @@ def prompt_example(
 ) -> PromptExample:
     """Return the prompt of a row with its other columns; parts that the chat template leaves out are counted.
 
-    `placer` puts its images and videos into the prompt. A UserError refuses a row that has no known format or an
-    unknown role, holds images without a placer, or leaves no token.
+    `placer` puts images and videos into it. UserError for an unknown format or role, no token, or images without it.
     """
     parts = messages_to_answer(row, source, features)
     media: Sequence[PlacedMedium] = ()
