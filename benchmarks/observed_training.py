@@ -20,7 +20,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import processes
 from deltatune.cli import main as command_line
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine.disk import PageCache
 from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store

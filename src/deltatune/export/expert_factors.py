@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 
 Factors = tuple[mx.array, mx.array]
 

@@ -20,7 +20,8 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import describe
-from ..machine import backend, disk_rate, host_memory
+from ..machine import backend, host_memory
+from ..machine.disk import disk_rate
 from ..models.checkpoint_files import weight_files
 from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
@@ -32,14 +33,13 @@ from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.setup import Run
 from ..train.tree import array_places, leaves, nbytes
-from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout, LayoutError
 from .device_limits import Brake, brake, device_limits
 from .fit import Planner, shape
-from .forecast import Forecast
-from .layers_on_disk import held, left_on_disk
+from .forecast import Forecast, Products, speed
 from .screen import size, size_above
+from .search import held, left_on_disk
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Placement:
     lowest: int
     streamed: tuple[int, ...]
     folder: Path
-    products: arithmetic.Products | None = None
+    products: Products | None = None
     dtype: mx.Dtype = mx.float32
     on_host: bool = False
     inputs: int = 0
@@ -166,7 +166,7 @@ class Placement:
             text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}{inputs}"
             return [Fact("memory", f"{text}{features}")]
         file = max(weight_files(self.folder), key=lambda file: file.stat().st_size)
-        rate = disk_rate.measured(file)
+        rate = disk_rate(file)
         speed = f"at the {size(int(rate))} a second measured now"
         if cached(self.folder):
             disk = (
@@ -186,7 +186,7 @@ class Placement:
         words = f"{unit}s that compute for longer do not wait"
         if self.products is None or self.products.largest is None:
             return words
-        computing = self.products.operations / arithmetic.speed(self.products.largest, self.dtype)
+        computing = self.products.operations / speed(self.products.largest, self.dtype)
         tokens = self.tokens[0] * self.tokens[1] * seconds / computing
         return (
             f"its matrix products take about {computing:.1f} s, so that the disk is hidden from about "

@@ -11,7 +11,7 @@ import numpy as np
 from ...data.example import Example
 from ...data.vision.media import collate_pictures
 from ...errors import NotFiniteError
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...models.batch_decoder import Answer, Chooser, Stops
 from ...models.layer_caches import empty_caches, repeat_row
 from ...models.vision.frozen_tower import frozen_tower

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import xxhash
 
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..by_layer.store import Store
 from ..distillation.teacher import teacher_of
