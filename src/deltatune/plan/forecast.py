@@ -201,9 +201,7 @@ class Steps:
             short = self._short(shape, few, layer_inputs, brake is not None)
             assert short is not None
         if self._before is None:
-            self._before = (
-                short.before if few.all else before_step(self.model, self.config, self._layout, few.recomputed)
-            )
+            self._before = short.before if few.all else before_step(self.model, self.config, self._layout)
         of_all = self._before
         left_out = of_all.held.plus(short.before.held, -1)
         queued = [(held, place) for one in short.measured for place, held in one.with_all(few, left_out).items()]
@@ -261,6 +259,11 @@ class Steps:
         if not few.all and not serves(few, places):
             return None
         waiting = Measured.of(few, places, simulate_step(built, layout, 0)) if waits else None
+        # A graph without cycles is freed at once, and the collector has little to look through.
+        for node in machines[0].evaluated:
+            for sibling in node.siblings:
+                sibling.siblings = []
+            node.siblings = []
         return _Short(
             built.before,
             [Measured.of(few, places, machine) for machine in machines],
