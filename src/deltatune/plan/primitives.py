@@ -11,23 +11,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from .array_layout import STATE
+from .array_layout import STATE, ArrayLayout
 from .graph import Node
-from .storage import StoredArray, contiguity, dense, product, reshaped
-
-if TYPE_CHECKING:
-    from .simulate import Simulation
+from .storage import Buffer, StoredArray, contiguity, dense, product, reshaped
 
 # is_donatable in mlx/backend/common/utils.h: the reused buffer may be this many bytes larger than the output.
 _SPARE = 16384
 
+
+class Machine(Protocol):
+    """The interface of the simulation for a rule while its primitive runs."""
+
+    layout: ArrayLayout
+
+    def allocate(self, size: int, kind: str) -> Buffer:
+        """A new buffer of `size` bytes."""
+
+    def is_donatable(self, node: Node) -> bool:
+        """Whether nothing but the primitive that runs refers to this input or its buffer."""
+
+    def queue(self, times: int = 1) -> None:
+        """Count operations that are sent to the stream."""
+
+    def hold(self, temporary: Buffer) -> None:
+        """Hold a temporary buffer until the queued operations have run."""
+
+
 # Returns the outputs in order, or None where MLX copies the first input.
-Rule = Callable[["Simulation", Node, Sequence[StoredArray]], "list[StoredArray] | None"]
+Rule = Callable[[Machine, Node, Sequence[StoredArray]], "list[StoredArray] | None"]
 
 
-def run_primitive(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def run_primitive(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Run the primitive of `node` on its inputs; return its outputs in order."""
     rule = VIEWS.get(node.kind) or RULES.get(node.kind) or _new()
     outputs = rule(machine, node, inputs)
@@ -39,22 +55,22 @@ def without_rule(nodes: Iterable[Node]) -> dict[str, int]:
     return dict(Counter(node.kind for node in nodes if node.kind not in RULES and node.kind not in VIEWS))
 
 
-def _fresh(machine: Simulation, node: Node) -> StoredArray:
+def _fresh(machine: Machine, node: Node) -> StoredArray:
     """A dense array for `node` in a new buffer."""
     return dense(machine.allocate(node.size * node.item_size, node.kind), node.shape, node.item_size)
 
 
-def _copied(machine: Simulation, node: Node) -> StoredArray:
+def _copied(machine: Machine, node: Node) -> StoredArray:
     machine.queue()
     return _fresh(machine, node)
 
 
-def _new_like(machine: Simulation, node: Node, source: StoredArray) -> StoredArray:
+def _new_like(machine: Machine, node: Node, source: StoredArray) -> StoredArray:
     """An array in a new buffer, with the layout of `source`; axes that are broadcast stay so."""
     return source.of(node, machine.allocate(source.data_size * node.item_size, node.kind))
 
 
-def _may_reuse(machine: Simulation, node: Node, index: int, source: StoredArray, output: Node | None = None) -> bool:
+def _may_reuse(machine: Machine, node: Node, index: int, source: StoredArray, output: Node | None = None) -> bool:
     """Whether an output, the first by default, may overwrite this input (is_donatable in MLX)."""
     output = output or node
     fits = source.item_size == output.item_size and source.buffer.size <= output.size * output.item_size + _SPARE
@@ -64,14 +80,14 @@ def _may_reuse(machine: Simulation, node: Node, index: int, source: StoredArray,
 def _new(queued: Callable[[int], int] = lambda inputs: 1) -> Rule:
     """Each output is a new dense array; `queued` is the number of operations, by that of inputs."""
 
-    def rule(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    def rule(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
         machine.queue(queued(len(inputs)))
         return [_fresh(machine, output) for output in node.outputs()]
 
     return rule
 
 
-def _unary(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _unary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     source = inputs[0]
     if not source.contiguous:
@@ -79,12 +95,12 @@ def _unary(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> li
     return [source.of(node) if _may_reuse(machine, node, 0, source) else _new_like(machine, node, source)]
 
 
-def _binary(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _binary(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     return [_pairwise(machine, output, inputs[0], inputs[1]) for output in node.outputs()]
 
 
-def _pairwise(machine: Simulation, node: Node, a: StoredArray, b: StoredArray) -> StoredArray:
+def _pairwise(machine: Machine, node: Node, a: StoredArray, b: StoredArray) -> StoredArray:
     if a.data_size == 1 and b.data_size == 1:
         return _new_like(machine, node, a)
     if a.data_size == 1 and b.contiguous:
@@ -98,7 +114,7 @@ def _pairwise(machine: Simulation, node: Node, a: StoredArray, b: StoredArray) -
     return _new_like(machine, node, a) if same_order else _fresh(machine, node)
 
 
-def _select(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _select(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     machine.queue()
     if all(source.data_size == 1 for source in inputs):
         return [_new_like(machine, node, inputs[1])]
@@ -115,7 +131,7 @@ def _copying(is_vector: Callable[[StoredArray], bool], writes: int = 1, *, same_
     A vector copy keeps the layout, and reuses the input's buffer where it may be overwritten.
     """
 
-    def rule(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    def rule(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
         source = inputs[0]
         vector = is_vector(source)
         reused = vector and _may_reuse(machine, node, 0, source)
@@ -130,7 +146,7 @@ def _copying(is_vector: Callable[[StoredArray], bool], writes: int = 1, *, same_
     return rule
 
 
-def _contiguous(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+def _contiguous(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     fits = one.buffer.size <= node.size * node.item_size + _SPARE
     return [one.of(node)] if fits and (one.row or (one.column and machine.layout.flag(node.primitive))) else None
@@ -139,7 +155,7 @@ def _contiguous(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) 
 def _reading(is_read: Callable[[StoredArray], bool], count: int | None = None) -> Rule:
     """The output is new, and each of the first `count` inputs that cannot be read as it is gets a temporary copy."""
 
-    def rule(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    def rule(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
         for source in inputs[:count]:
             if not is_read(source):
                 _temporary(machine, source.size * source.item_size)
@@ -148,7 +164,7 @@ def _reading(is_read: Callable[[StoredArray], bool], count: int | None = None) -
     return rule
 
 
-def _temporary(machine: Simulation, size: int) -> None:
+def _temporary(machine: Machine, size: int) -> None:
     machine.queue()
     machine.hold(machine.allocate(size, "temporary"))
 
@@ -171,7 +187,7 @@ def _is_vector(source: StoredArray) -> bool:
     return source.contiguous
 
 
-def _add_matmul(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _add_matmul(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     third = inputs[2]
     if third.data_size != 1 and third.row and _may_reuse(machine, node, 2, third):
         sums = third.of(node)
@@ -185,7 +201,7 @@ def _add_matmul(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) 
     return [sums]
 
 
-def _softmax(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+def _softmax(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     machine.queue()
     if not _has_rows(one):
@@ -193,7 +209,7 @@ def _softmax(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> 
     return [one.of(node) if machine.is_donatable(node.inputs[0]) else _new_like(machine, node, one)]
 
 
-def _convolution(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _convolution(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """Allocates the output, the padded input and its windows; copies of the weights and the product where needed."""
     output = _fresh(machine, node)
     data, weights = inputs[0], inputs[1]
@@ -210,7 +226,7 @@ def _convolution(machine: Simulation, node: Node, inputs: Sequence[StoredArray])
     return [output]
 
 
-def _fused(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _fused(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     """A kernel that mx.compile made of elementwise operations: each output reuses the first input that it may."""
     machine.queue()
     free = list(enumerate(inputs))
@@ -229,7 +245,7 @@ def _fused(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> li
 def _given(last: bool) -> Rule:
     """The outputs are the first inputs, or the last ones."""
 
-    def rule(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+    def rule(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
         outputs = node.outputs()
         same = inputs[-len(outputs) :] if last else inputs[: len(outputs)]
         return [one.of(output) for one, output in zip(same, outputs, strict=True)]
@@ -237,7 +253,7 @@ def _given(last: bool) -> Rule:
     return rule
 
 
-def _broadcast(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _broadcast(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     one = inputs[0]
     missing = len(node.shape) - len(one.shape)
     strides = tuple(0 if length == 1 else step for length, step in zip(one.shape, one.strides, strict=True))
@@ -246,26 +262,26 @@ def _broadcast(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) 
     return [one.of(node, strides=(0,) * missing + strides, flags=flags)]
 
 
-def _expand(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _expand(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     strides = list(inputs[0].strides)
     for axis in machine.layout.vector(node.primitive):
         strides.insert(axis, 1)
     return [inputs[0].of(node, strides=tuple(strides))]
 
 
-def _squeeze(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _squeeze(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     axes = set(machine.layout.vector(node.primitive))
     return [inputs[0].of(node, strides=tuple(step for at, step in enumerate(inputs[0].strides) if at not in axes))]
 
 
-def _transpose(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _transpose(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     one = inputs[0]
     strides = tuple(one.strides[axis] for axis in machine.layout.vector(node.primitive))
     whole = one.contiguous and one.data_size == one.size
     return [one.of(node, strides=strides, flags=(True, *contiguity(node.shape, strides)[1:]) if whole else None)]
 
 
-def _slice(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+def _slice(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     if not node.size:
         return None
     # mlx/primitives.h: the members start, end and step are SmallVector<int, 10>, 72 bytes each.
@@ -275,7 +291,7 @@ def _slice(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> li
     return [inputs[0].of(node, strides=strides, data_size=data_size, flags=(spanned == data_size, row, column))]
 
 
-def _as_strided(machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _as_strided(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     strides = machine.layout.small_vector(node.primitive, STATE + 72, "q")
     data_size, spanned, row, column = _spanned(node, strides)
     contiguous = spanned == data_size and all(step >= 0 for step in strides)
@@ -288,7 +304,7 @@ def _spanned(node: Node, strides: tuple[int, ...]) -> tuple[int, int, bool, bool
     return data_size, *contiguity(node.shape, strides)
 
 
-def _split(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
+def _split(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     one = inputs[0]
     pieces = []
     for output in node.outputs():
@@ -299,7 +315,7 @@ def _split(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> l
     return pieces
 
 
-def _reshape(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+def _reshape(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     strides = reshaped(one, node.shape)
     if strides is None:
@@ -308,7 +324,7 @@ def _reshape(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) ->
     return [one.of(node, strides=strides, flags=in_rows)]
 
 
-def _view(_machine: Simulation, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
+def _view(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     before, after = one.item_size, node.item_size
     if not (before == after or (after < before and one.strides[-1] == 1) or one.row):
