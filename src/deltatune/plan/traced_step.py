@@ -170,7 +170,7 @@ def _start(
 def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout) -> Before:
     """Return the arrays that exist before a step, which is not traced and so needs no loss."""
     teacher = teacher_of(config) if config.loss == "distill" else None
-    return _start(model, config, layout, lambda *_: [], teacher).before
+    return _start(model, config, layout, lambda *_: (), teacher).before
 
 
 def trace_step(
