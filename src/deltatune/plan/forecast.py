@@ -89,15 +89,10 @@ class Moment:
 class Forecast:
     """The forecast of one step of `rows` rows of `length` tokens, padding included, with adapters of a rank.
 
-    Args:
-        buffers: The peak of live buffers.
-        bytes: The peak of live bytes.
-        counts: How many arrays are parameters, gradients and moments; the peak of buffers includes them.
-        sizes: Bytes of parameters, gradients and moments; the peak of bytes includes them.
-        unknown: How many primitives of the step have no rule in primitives.py, by kind.
-        products: The matrix products of a step by layers.
-        layer_inputs: Bytes of layers' inputs that a step by layers keeps between its passes.
-        memory_limit: The bytes from which on MLX waits for queued work in this step; None where it does not.
+    Its peaks of live buffers and bytes include parameters, gradients and moments, which `counts` and `sizes` have by
+    themselves. `unknown` primitives have no rule in primitives.py. `products` and `layer_inputs` are the matrix
+    products of a step by layers, and the bytes of inputs that it keeps between its passes. MLX waits for queued work
+    from `memory_limit` bytes on; None where it does not.
     """
 
     rows: int
@@ -179,14 +174,10 @@ class Steps:
         layer_inputs: InputsPlace | None = None,
         brake: Brake | None = None,
     ) -> Forecast:
-        """Forecast one step.
+        """Forecast one step, as a whole or by layers, which keeps its `layer_inputs` in one place or the other.
 
-        Args:
-            shape: The shape of the batch.
-            checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; or the
-                layers that are traced for all.
-            layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
-            brake: From how many bytes on MLX waits for queued work; None where it does not.
+        `checkpoints` are recomputed in the place of the layers that `config.grad_checkpoint` names; or they are the
+        layers that are traced for all.
         """
         paths = self._layers.paths
         if checkpoints is None:

@@ -44,24 +44,12 @@ from .search import held, left_on_disk
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the frozen weights of a model's layers are.
+    """Where the frozen weights of a model's layers are, which have so many bytes each.
 
-    Args:
-        memory: The memory limit, in bytes.
-        peak: The peak with all weights in memory, in bytes.
-        tokens: The shape of a pass: rows, and tokens of a row.
-        layers: The bytes of each layer's frozen weights.
-        lowest: The first layer that a backward pass reaches; their number without one.
-        streamed: The positions of the layers that stay on the disk, ascending.
-        folder: The folder of the checkpoint.
-        products: The matrix products of a step; None without one.
-        dtype: The dtype of these products.
-        on_host: Whether the host's memory, not the disk, gives them to a GPU.
-        inputs: The bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
-        inputs_on_host: Whether they go to the host's memory, not to the disk.
-        features: The limit of cached features of a frozen vision tower: in `memory`, or in the host's beside a GPU.
-        stored: The store of the weights.
-        model: The model of the layers, in words behind these; empty for the one that trains.
+    A pass over rows and tokens of a row has its `peak` with all weights in memory, and `memory` is the limit. The
+    `streamed` layers stay on the disk, or in the host's memory beside a GPU; a backward pass reaches the layers from
+    the `lowest` on. So many bytes of layers' `inputs` leave the memory between the passes. `features` is the limit of
+    cached features of a frozen vision tower, in `memory` or in the host's. `model` are words behind "layers".
     """
 
     memory: int
