@@ -42,18 +42,21 @@ from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
 from .batch_loss import LossFunction, chunked_loss, full_loss
-from .distillation.distillation_loss import distillation_loss
-from .distillation.teacher import checked_teacher, teacher_of
+from .distillation import checked_teacher, distillation_loss, teacher_of
 from .distributed import World
-from .learned_positions import check_positions
 from .mtp_loss import FIGURES, mtp_loss
-from .options_check import check_options
-from .policy_gradient.policy_loss import figures_of, rollout_loss
-from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
-from .preferences.objectives import Objective, objective_of
+from .options_check import check_options, check_positions
+from .policy_loss import figures_of, rollout_loss
+from .preferences.objectives import (
+    Objective,
+    TokenLosses,
+    chunked_token_losses,
+    full_token_losses,
+    objective_of,
+    preference_loss,
+)
 from .step import Step
-from .updates.optimizer import UpdateOptions
-from .updates.parameter_groups import parameter_groups
+from .updates.optimizer import UpdateOptions, parameter_groups
 from .updates.routers import router_losses
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"

@@ -18,7 +18,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.layer_inputs import DiskTime
 from deltatune.train.by_layer.store import Store, UnreadableWeightsError
-from deltatune.train.saved.content import weights_digest
+from deltatune.train.saved.state import weights_digest
 from deltatune.train.setup import prepare
 from deltatune.train.tree import array_places
 

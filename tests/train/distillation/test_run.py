@@ -19,7 +19,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.distillation import teacher as teachers
+from deltatune.train import distillation as teachers
 from deltatune.train.setup import prepare
 from deltatune.train.updates.routers import FIGURES
 

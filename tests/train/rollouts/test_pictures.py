@@ -14,7 +14,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import Trainer
 from deltatune.train.evaluation.evaluate import inferring
-from deltatune.train.rollouts.picture_sampler import PictureSampler
+from deltatune.train.rollouts.answer_sampler import PictureSampler
 from deltatune.train.setup import ready, vision_processors
 
 pytest.importorskip("mlx_vlm")
