@@ -34,15 +34,9 @@ LossFunction = Callable[..., tuple[mx.array, ...]]
 
 
 class Arrays(NamedTuple):
-    """The arrays of a batch of B rows of T tokens.
+    """The arrays of a batch of B rows of T tokens: tokens, targets, and fp32 weights in the loss, each [B, T].
 
-    Attributes:
-        inputs: The tokens, [B, T], integers.
-        targets: The tokens that follow, [B, T], integers.
-        weights: The weights of the targets in the loss, [B, T], fp32.
-        segments: The documents of packed rows, [B, T], integers.
-        images: A vision model's arrays of the pictures.
-        judged: Further arrays of a loss of preferences or rollouts, by name.
+    `segments` [B, T] are the documents of packed rows. A loss of preferences or rollouts reads `judged`, by name.
     """
 
     inputs: mx.array

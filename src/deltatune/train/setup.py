@@ -307,13 +307,9 @@ def as_it_is(batch: Batch) -> Batch:
 class Training:
     """A model's set-up by training(); `loss_kind` and `compiled` describe the loss and the compiled step in words.
 
-    Attributes:
-        objective: The preference loss, or None for another one.
-        token_losses: For a loss of preferences or rollouts, the tokens' losses.
-        figures: The names of the figures that a loss reports besides its sums.
-        passes: The passes of a step by layers (by_layer.layer_passes), where weights are not all in memory.
-        teacher: The model that the loss imitates, where it imitates one.
-        taught: Returns a batch with the arrays that a teacher computes before the step.
+    `objective` is a preference loss, `token_losses` the tokens' losses of one or of rollouts, and `figures` the names
+    of figures that a loss reports besides its sums. `passes` are those of a step by layers (by_layer.layer_passes),
+    where weights are not all in memory. `taught` returns a batch with the arrays that `teacher` computes before a step.
     """
 
     loss: LossFunction

@@ -127,11 +127,6 @@ def explained(
         raise NoResultError(f"the model's probabilities are not finite: {first}. {first.remedy}") from error
 
 
-def trained_is_finite(model: nn.Module) -> bool:
-    """Whether all trained parameters are finite and so worth saving."""
-    return all(is_finite(leaf) for _, leaf in leaves(model.trainable_parameters()))
-
-
 def _name_without_adapter(model: nn.Module, name: str) -> str:
     """Return the name that a tensor has in the model without adapters, as its checkpoint knows it."""
     for path, module in model.named_modules():

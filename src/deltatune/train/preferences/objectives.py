@@ -23,15 +23,10 @@ PreferenceArrays = dict[str, mx.array]
 class Answers(NamedTuple):
     """The answers of P preferences, some of which may be blank.
 
-    Attributes:
-        policy: [P, 2], the log-probabilities of both answers under the model.
-        reference: [P, 2], the same under the reference model.
-        tokens: [P, 2], how many tokens each answer has; 1 for a blank one.
-        chosen_nll: The mean over the tokens of all chosen answers of -log p, a scalar.
-        chosen_nll_with_prompt: The same mean over the tokens of prompts and chosen answers.
-        desirable: [P], 1 where the first answer is good, else 0.
-        present: [P], 1 for a preference and 0 for a blank one.
-        number: The number of preferences, a scalar.
+    `policy` and `reference` [P, 2] are the log-probabilities of both answers under the model and the reference model,
+    and `tokens` [P, 2] the lengths of the answers, 1 for a blank one. `chosen_nll` and `chosen_nll_with_prompt` are
+    means of -log p over all tokens of chosen answers, and of these with their prompts. `desirable` and `present` [P]
+    are 1 where the first answer is good, and where the preference is not blank, of which there are `number`.
     """
 
     policy: mx.array
@@ -45,14 +40,10 @@ class Answers(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The results of a preference loss.
+    """The results of a preference loss: the losses [P], and the implicit rewards of good and bad answers [P, 2].
 
-    Attributes:
-        losses: [P], the loss of each preference.
-        rewards: [P, 2], the implicit rewards of good and bad answers.
-        log_probabilities: [P, 2], the log-probabilities of the same answers.
-        counted: [P, 2], 1 where that reward belongs to a good answer (first column) or a bad one (second).
-        more: Further scalars to report, in the order of the names in Objective.more.
+    `counted` [P, 2] is 1 where that reward belongs to a good answer (first column) or a bad one (second); `more` are
+    further scalars to report, in the order of the names in Objective.more.
     """
 
     losses: mx.array

@@ -91,14 +91,10 @@ class PictureSampler:
 
 @dataclass(frozen=True)
 class SampledAnswers:
-    """N sampled answers of at most M tokens, their ends included. Numbers behind an answer are 0.
+    """N sampled answers of at most M tokens, their ends included: int32 [N, M] and lengths [N]. Behind an answer are 0.
 
-    Attributes:
-        tokens: int32 [N, M].
-        lengths: int32 [N], the tokens of each.
-        ended: bool [N], whether it ended by itself: by an end token or a text at which it stops.
-        log_probabilities: float32 [N, M], of each token when it was sampled.
-        entropies: float32 [N, M], those of the distributions of the tokens, without top_p, top_k and min_p.
+    `ended` [N] says whether one ended by itself: by an end token or a text at which it stops. The log-probabilities
+    of the tokens, and the entropies of their distributions without top_p, top_k and min_p, are float32 [N, M].
     """
 
     tokens: np.ndarray
