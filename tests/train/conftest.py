@@ -113,6 +113,16 @@ def straight_run(make_trainer, options, tmp_path_factory):
 
 
 @pytest.fixture
+def begun(straight_run, tmp_path):
+    """begun(**changes) lays a run of three iterations, without evaluations, into the folder `out`, and returns it."""
+
+    def copied(**changes: Any) -> Path:
+        return shutil.copytree(straight_run(iters=3, val_batches=0, **changes), tmp_path / "out")
+
+    return copied
+
+
+@pytest.fixture
 def run_with(monkeypatch):
     """run_with(trainer, act) runs the trainer, and calls act(iterations, batch) before each micro-batch."""
 
@@ -188,6 +198,14 @@ def early_starts(traced_ahead, monkeypatch):
 
 
 TRAIN = "import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sys.argv[1:]]))\n"
+# Runs one after another in the same processes, by lists of flags in JSON before the other arguments.
+EACH = """
+import json, sys
+from deltatune.cli import main
+for flags in json.loads(sys.argv[1]):
+    if code := main(["train", *sys.argv[2:], *flags]):
+        sys.exit(code)
+"""
 
 
 @pytest.fixture
@@ -230,6 +248,18 @@ def launch(tmp_path):
         finally:
             os.close(silent)
             os.close(never_written)
+
+    return call
+
+
+@pytest.fixture
+def launch_each(launch):
+    """launch_each(options, flags, flags, ...) trains with each list of flags, one after another, in two ranks."""
+
+    def call(options: dict[str, Any], *runs: list[str]) -> subprocess.CompletedProcess[str]:
+        done = launch(options, program=EACH, before=(json.dumps(runs),))
+        assert done.returncode == 0, done.stderr
+        return done
 
     return call
 

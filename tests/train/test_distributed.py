@@ -1,7 +1,6 @@
 """Tests that several ranks under mlx.launch train as one process does on the same global batches."""
 
 import json
-import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -58,18 +57,16 @@ def both(launch, tmp_path):
     return run
 
 
-def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, screen_text, tmp_path):
-    """The first launch ends inside an accumulation, so that the state holds each rank's own gradients.
+def test_two_ranks_train_as_one_and_resume(make_trainer, launch_each, shared, same, screen_text, tmp_path):
+    """The first runs end inside an accumulation, so that the state holds each rank's own gradients.
 
     That ranks over MPI have the bits of ranks over the ring, test_peers.py tests.
     """
-    first = launch(shared | {"iters": 3})
-    assert first.returncode == 0, first.stderr
-    assert "4 a batch, 2 on each of 2 ranks" in first.stdout
-    assert first.stdout.count("Iter 3/3") == 1
-    shutil.copytree(tmp_path / "two", tmp_path / "fewer")
-    done = launch(shared, "--resume")
-    assert done.stdout.count("Iter 5/5") == 1, done.stderr
+    begun = ["--iters", "3"]
+    done = launch_each(shared, begun, [*begun, "--adapter-path", str(tmp_path / "fewer")], ["--resume"])
+    assert done.stdout.count("4 a batch, 2 on each of 2 ranks") == 3
+    assert done.stdout.count("Iter 3/3") == 2
+    assert done.stdout.count("Iter 5/5") == 1
     assert "Resuming after iteration 3 of 5" in done.stdout
     make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
     same("one", "two")

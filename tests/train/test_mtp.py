@@ -366,25 +366,6 @@ def test_another_model_has_no_drafts(headed, checkpoint):
     assert "has no multi-token-prediction head" in done.stderr
 
 
-REFUSED = {
-    "with another loss": (["--loss", "dpo"], "mtp: read only with loss: sft"),
-    "from scratch": (["--from-scratch"], "mtp: read only with loss: sft, and without from_scratch and memory"),
-    "within a bound of memory": (["--memory", "1GB"], "mtp: read only with loss: sft, and without"),
-    "of the head alone, with a weight": (["--mtp", "only", "--mtp-weight", "0.1"], "read only with mtp: true"),
-    "of the head alone, with parts": (["--mtp", "only", "--parts", "vision"], "parts: read only without mtp: only"),
-    "of another word": (["--mtp", "head"], "true, false or only"),
-}
-
-
-@pytest.mark.bad_input("`--mtp` with options that it does not serve")
-@pytest.mark.parametrize("case", REFUSED)
-def test_options_of_the_head(headed, data_folder, case):
-    flags, message = REFUSED[case]
-    done = called("train", "--model", headed, "--data", data_folder, "--mtp", *flags)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 @pytest.mark.bad_input("`--mtp` for a checkpoint without a multi-token-prediction head")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
 def test_a_checkpoint_without_a_head(tiny_checkpoint, data_folder, family):

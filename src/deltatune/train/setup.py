@@ -298,11 +298,6 @@ def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str
     return (split.backbone, split.head), _CHUNKED
 
 
-def as_it_is(batch: Batch) -> Batch:
-    """Return a batch."""
-    return batch
-
-
 @dataclass(frozen=True)
 class Training:
     """A model's set-up by training(); `loss_kind` and `compiled` describe the loss and the compiled step in words.
@@ -322,7 +317,7 @@ class Training:
     figures: tuple[str, ...] = ()
     passes: Any = None
     teacher: nn.Module | None = None
-    taught: Callable[[Batch], Batch] = as_it_is
+    taught: Callable[[Batch], Batch] = lambda batch: batch
 
 
 @contextlib.contextmanager
@@ -377,18 +372,15 @@ def with_loss(
         return Training(loss, words, layers, patches, compiled, teacher=teacher)
     objective = objective_of(config)
     if objective is None:
-        of_policy = _policy_losses(parts, kind, config, SampledPolicy.of(config, model))
+        policy = SampledPolicy.of(config, model)
+        backbone, head = _needed(parts, kind, config)
+        of_policy = chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
         loss = rollout_loss(of_policy, config)
         figures = figures_of(config)
         return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
     return Training(loss, kind, layers, patches, compiled, objective, token_losses, objective.figures)
-
-
-def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig, policy: SampledPolicy) -> TokenLosses:
-    backbone, head = _needed(parts, kind, config)
-    return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 
 def _needed(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> tuple[Any, Any]:

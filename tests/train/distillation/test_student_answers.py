@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from console import called, deltatune
+from console import deltatune
 from deltatune.data import BatchOrder
 from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
@@ -165,17 +165,6 @@ def test_a_student_that_no_engine_covers_is_named():
 def test_answers_of_the_data_read_no_option_of_sampling():
     with pytest.raises(UserError, match=r"top_k: read only where the model samples answers: .* lmbda above 0, which"):
         check_options(TrainConfig(loss="distill", teacher="t", lmbda=0, top_k=5))
-
-
-@pytest.mark.bad_input("`--lmbda` above 1, or with another loss")
-def test_a_share_of_updates(checkpoint, data_folder):
-    start = ["train", "--model", checkpoint, "--data", data_folder]
-    done = called(*start, "--loss", "distill", "--teacher", checkpoint, "--lmbda", "1.5")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "lmbda: expected a number from 0 to 1, got 1.5" in done.stderr
-    done = called(*start, "--lmbda", "0.2")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "lmbda: read only with loss: distill, so this would change nothing here; leave it out." in done.stderr
 
 
 def test_the_console_script_shows_sampled_answers(checkpoint, data_folder, tmp_path):

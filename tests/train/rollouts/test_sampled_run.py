@@ -298,17 +298,15 @@ GRPO = {
     [GRPO, pytest.param({"loss": "distill", "lmbda": 1.0, "val_batches": 1}, marks=pytest.mark.weekly)],
     ids=["grpo", "distill"],
 )
-def test_ranks_sample_their_own_answers_and_continue(of_loss, launch, options, checkpoint, tmp_path):
+def test_ranks_sample_their_own_answers_and_continue(of_loss, launch_each, options, checkpoint, tmp_path):
     """Stopped in a second pass, every rank takes up its own answers again; advantages are scaled over all ranks."""
     values = options | {"batch_size": 2, "max_completion_length": 8} | of_loss
     values |= {"steps_per_report": 1, "steps_per_eval": 6, "save_every": 100}
     if values["loss"] == "distill":
         values["teacher"] = str(checkpoint)
-    for folder, iterations in (("straight", 6), ("stopped", 3), ("stopped", 6)):
-        resume = ["--resume"] if iterations == 6 and folder == "stopped" else []
-        run = values | {"adapter_path": str(tmp_path / folder), "iters": iterations}
-        done = launch(run, *resume)
-        assert done.returncode == 0, done.stderr
+    stopped = ["--adapter-path", str(tmp_path / "stopped")]
+    of_straight = ["--adapter-path", str(tmp_path / "straight"), "--iters", "6"]
+    launch_each(values, of_straight, [*stopped, "--iters", "3"], [*stopped, "--iters", "6", "--resume"])
     straight, stopped = records(tmp_path / "straight"), records(tmp_path / "stopped")
     assert any("val_loss" in record for record in straight)
     for name in ("reward", "completions/mean_length"):
