@@ -255,6 +255,7 @@ def test_the_plan_holds_the_head(headed):
     assert held + 8 * (4 * 128 * 64 * 4) < peaks[1] - peaks[0] < 0.6 * peaks[0]
 
 
+@pytest.mark.weekly
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
     values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "val_batches": 0}
     values |= {"lora_parameters": {"rank": 2, "scale": 10.0}, "lr_schedule": "constant", "learning_rate": 0.05}

@@ -206,8 +206,8 @@ def test_two_ranks_read_one_base(config, least, launch_each, tmp_path):
     bounded += ["--memory", str(least(config))]
     config = dataclasses.replace(config, iters=2, batch_size=2, val_batches=1)
     values = {name: vars(config)[name] for name in CONFIGURED} | {"lora_parameters": {"rank": 2, "dropout": 0.1}}
-    done = launch_each(values, whole, bounded)
-    assert done.stdout.count("4 of 4 layers") == 1
+    said = launch_each((values, *whole), (values, *bounded))
+    assert said.count("4 of 4 layers") == 1
     assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
 
 

@@ -156,13 +156,13 @@ _SAMPLED = {"val_batches": 0, "sample_prompts": ["question"], "sample_max_tokens
 @pytest.mark.parametrize(
     ("place", "backend", "more", "saved"),
     [
-        ("evaluation", "stuck", {"val_batches": -1, "steps_per_eval": 4}, 3),
+        pytest.param("evaluation", "stuck", {"val_batches": -1, "steps_per_eval": 4}, 3, marks=pytest.mark.weekly),
         pytest.param("samples", "ring", _SAMPLED, 3, marks=pytest.mark.weekly),
         pytest.param("update", "ring", {"save_every": 4}, 4, marks=pytest.mark.weekly),
         # The third iteration is the first half of an update, whose sums are gathered.
         pytest.param("save", "stuck", {"save_every": 1}, 2, marks=pytest.mark.weekly),
         # Files that are being written when the rank dies are written to their end.
-        ("save, slow", "ring", {}, 3),
+        ("save, slow", "stuck", {}, 3),
     ],
 )
 def test_a_rank_that_dies_costs_only_unsaved_iterations(launch, two_ranks, tmp_path, place, backend, more, saved):

@@ -280,36 +280,3 @@ def test_a_run_that_is_interrupted_amid_a_sampling_continues_with_the_same_bits(
         trainer_of("stopped", rewards).run()
     trainer_of("stopped", resume=True).run()
     same(tmp_path / "straight", tmp_path / "stopped")
-
-
-GRPO = {
-    "loss": "grpo",
-    "num_generations": 4,
-    "num_iterations": 2,
-    "grad_accumulation_steps": 1,
-    "scale_rewards": "batch",
-    "reward_funcs": ["length:3", "regex:[a-m]$"],
-    "val_batches": 1,
-}
-
-
-@pytest.mark.parametrize(
-    "of_loss",
-    [GRPO, pytest.param({"loss": "distill", "lmbda": 1.0, "val_batches": 1}, marks=pytest.mark.weekly)],
-    ids=["grpo", "distill"],
-)
-def test_ranks_sample_their_own_answers_and_continue(of_loss, launch_each, options, checkpoint, tmp_path):
-    """Stopped in a second pass, every rank takes up its own answers again; advantages are scaled over all ranks."""
-    values = options | {"batch_size": 2, "max_completion_length": 8} | of_loss
-    values |= {"steps_per_report": 1, "steps_per_eval": 6, "save_every": 100}
-    if values["loss"] == "distill":
-        values["teacher"] = str(checkpoint)
-    stopped = ["--adapter-path", str(tmp_path / "stopped")]
-    of_straight = ["--adapter-path", str(tmp_path / "straight"), "--iters", "6"]
-    launch_each(values, of_straight, [*stopped, "--iters", "3"], [*stopped, "--iters", "6", "--resume"])
-    straight, stopped = records(tmp_path / "straight"), records(tmp_path / "stopped")
-    assert any("val_loss" in record for record in straight)
-    for name in ("reward", "completions/mean_length"):
-        assert [r[name] for r in straight if name in r] == [r[name] for r in stopped if name in r]
-    adapters = [(tmp_path / folder / "adapters.safetensors").read_bytes() for folder in ("straight", "stopped")]
-    assert adapters[0] == adapters[1]

@@ -16,6 +16,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ _LARGEST = 1e100
 # How many rewarded answers a report shows.
 _REWARDED = 30
 _RELOAD_SECONDS = 5
+# Reading them takes longer than to write a report.
+_installed = cache(packages.versions)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def write_report(
         what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
         problems = [f"{what}; the curves show the records that are left: {len(records)}."]
     now = datetime.datetime.now().astimezone()
-    facts = packages.versions() | environment()
+    facts = _installed() | environment()
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
     done_part = {"part_done": result["iterations"] / max(config.iters, 1)} if description.running else {}
     text = render(
@@ -327,6 +330,12 @@ def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> st
     type next; `tables`, of which folded ones come below the curves; `options` as YAML; when it was `written`; and
     `part_done` of the iterations of a run that goes on, with which the page reloads itself.
     """
+    return _page().render(title=title, plots=plots(runs), **parts)
+
+
+@cache
+def _page() -> jinja2.Template:
+    """Return the template of the page. To compile it takes longer than to write a report."""
     folder = Path(__file__).parent
     style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     # The page runs this script and no other, and loads nothing.
@@ -334,9 +343,8 @@ def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> st
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, loader=jinja2.FileSystemLoader(folder))
     pages.filters["cell"] = shown
-    page = pages.get_template("report.html")
-    fixed = {"style": style, "script": script, "policy": policy, "reload": _RELOAD_SECONDS}
-    return page.render(title=title, plots=plots(runs), **fixed, **parts)
+    pages.globals |= {"style": style, "script": script, "policy": policy, "reload": _RELOAD_SECONDS}
+    return pages.get_template("report.html")
 
 
 def shown(value: Any) -> str:
