@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from console import called, deltatune
+from console import called
 from deltatune.commands.export import export_adapter
 from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
@@ -199,7 +199,7 @@ def test_an_adapter_of_the_head_alone_has_no_other_form(heads, headed, tmp_path)
             export_adapter(to, headed, tmp_path / "out", tmp_path / to)
 
 
-@pytest.mark.parametrize("form", ["experts", "quantised", "transformers"])
+@pytest.mark.parametrize("form", ["quantised", "transformers", pytest.param("experts", marks=pytest.mark.weekly)])
 def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form):
     """A mixture's head has experts, a base in 4 bits may have a head of 32, and transformers stores norms minus 1."""
     size = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -223,7 +223,7 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
     assert mx.allclose(*(mtp.two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.weekly), "nemotron_h"])
 def test_other_families_train_merge_and_draft(heads, families, tmp_path, read_metrics, family):
     folder = families(family)
     heads(model=str(folder), iters=8).run()
@@ -306,7 +306,11 @@ def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
     assert shares[0] > 0.5 > 0.2 > shares[1]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.2, min_p=0.02, top_k=20)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.8, top_p=0.9)]
+    + [pytest.param(each, marks=pytest.mark.weekly) for each in (Sampling(1.0), Sampling(1.2, min_p=0.02, top_k=20))],
+)
 def test_a_sampled_answer_has_the_tokens_of_its_seed(headed, drafting, sampling):
     """Each token is drawn from the model's own distribution by a key of the undrafted answer, right draft or wrong."""
     loaded = load(headed, drafting, mtp=True)
@@ -413,7 +417,7 @@ def test_the_command_line_trains_and_plans(headed, checkpoint, data_folder, tmp_
     command = ["--data", data_folder, "--mtp", "--iters", 4, "--max-seq-length", 64]
     planned = called("plan", "--model", checkpoint, *command, "--no-mtp")
     assert planned.returncode == 0, planned.stderr
-    done = deltatune("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
+    done = called("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["mtp"] is True

@@ -170,7 +170,7 @@ VIDEOS = {"parts": "vision,projector", "iters": 4, "video-max-frames": 4}
 @pytest.mark.parametrize(
     ("data", "part", "more"),
     [
-        ("pictures", 3, {"parts": "vision"}),
+        ("pictures", 2, {"parts": "vision", "iters": 3}),
         pytest.param("pictures", 3, {"parts": "language"}, marks=pytest.mark.weekly),
         pytest.param("videos", 2, VIDEOS, marks=pytest.mark.weekly),
     ],
@@ -307,7 +307,8 @@ def quantized(source, target, bits):
 
 
 @pytest.mark.parametrize(
-    ("family", "bits"), [("qwen3_5_moe", 4), ("qwen3_vl_moe", 8), pytest.param("qwen3_5", 8, marks=pytest.mark.weekly)]
+    ("family", "bits"),
+    [("qwen3_5_moe", 4)] + [pytest.param(each, 8, marks=pytest.mark.weekly) for each in ("qwen3_vl_moe", "qwen3_5")],
 )
 def test_a_quantized_language_tower_trains_on_images(family, bits, tiny_vision_checkpoint, pictures, tmp_path):
     sizes = {"moe_intermediate_size": 64} if "moe" in family else {}

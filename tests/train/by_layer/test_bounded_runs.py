@@ -258,7 +258,7 @@ def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(
     assert not (tmp_path / "out" / f"{INPUTS}_0").exists()
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", [True, pytest.param(False, marks=pytest.mark.weekly)])
 def test_inputs_of_layers_stay_beside_weights_on_the_host(
     config, least, whole, tmp_path, monkeypatch, capsys, request, both
 ):

@@ -6,7 +6,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from console import deltatune
+from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
@@ -92,15 +92,14 @@ def test_a_draw_decides_who_answers_an_update(distilling, splits, run_with, tmp_
     assert losses[-1] < 0.95 * losses[0]
 
 
-CONTINUED = {
-    "own answers": {},
-    "some of them, in packed rows": {"lmbda": 0.5, "pack": True},
-}
-
-
-@pytest.mark.parametrize("changes", CONTINUED.values(), ids=CONTINUED)
+@pytest.mark.parametrize(
+    "changes",
+    [{"pack": True}, *(pytest.param(each, marks=pytest.mark.weekly) for each in ({}, {"lmbda": 0.5, "pack": True}))],
+    ids=str,
+)
 def test_a_stopped_run_continues_with_the_same_bits(changes, distilling, run_with, tmp_path):
     """It is stopped within an accumulation, of which no answer is saved."""
+    changes |= {"iters": 4}
     distilling(adapter_path=str(tmp_path / "straight"), **changes).run()
 
     def stop(iterations, _batch):
@@ -167,10 +166,10 @@ def test_answers_of_the_data_read_no_option_of_sampling():
         check_options(TrainConfig(loss="distill", teacher="t", lmbda=0, top_k=5))
 
 
-def test_the_console_script_shows_sampled_answers(checkpoint, data_folder, tmp_path):
+def test_the_command_shows_sampled_answers(checkpoint, data_folder, tmp_path):
     command = ["train", "--model", checkpoint, "--data", data_folder, "--loss", "distill", "--teacher", checkpoint]
     sizes = ["--lmbda", "1", "--max-completion-length", 8, "--max-seq-length", 64, "--batch-size", 2]
-    done = deltatune(*command, *sizes, "--iters", 2, "--steps-per-report", 1, "--adapter-path", tmp_path / "out")
+    done = called(*command, *sizes, "--iters", 2, "--steps-per-report", 1, "--adapter-path", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("Iter 2/2"))
     assert ", sampled 1.000, length " in line
