@@ -1,12 +1,9 @@
 """Distillation on the student's own answers: who answers, exact continuation, shapes of batches, the plan."""
 
-import json
-
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
@@ -50,7 +47,7 @@ def answers(batch):
     return found
 
 
-def test_the_model_answers_the_prompts_of_the_data(distilling, splits, run_with, tmp_path, read_metrics, capsys):
+def test_the_model_answers_the_prompts_of_the_data(distilling, splits, run_with, tmp_path, read_metrics, screen_text):
     batches = watched(run_with, distilling(iters=4, steps_per_report=2))
     of_data = {example.source: example for example in splits.train}
     seen = [document for batch in batches for document in answers(batch)]
@@ -65,6 +62,7 @@ def test_the_model_answers_the_prompts_of_the_data(distilling, splits, run_with,
     lengths = [len(answer) for _, answer, _ in seen[:8]]
     assert reports[0]["completions/mean_length"] == pytest.approx(np.mean(lengths))
     assert reports[0]["completions/max_length"] == max(lengths)
+    assert ", sampled 1.000, length " in screen_text.text()
     shown = next(record["samples"] for record in read_metrics(tmp_path / "out") if "samples" in record)
     assert len(shown) == 3
     assert all("question" in sample["prompt"] and sample["reward"] == "" for sample in shown)
@@ -164,15 +162,3 @@ def test_a_student_that_no_engine_covers_is_named():
 def test_answers_of_the_data_read_no_option_of_sampling():
     with pytest.raises(UserError, match=r"top_k: read only where the model samples answers: .* lmbda above 0, which"):
         check_options(TrainConfig(loss="distill", teacher="t", lmbda=0, top_k=5))
-
-
-def test_the_command_shows_sampled_answers(checkpoint, data_folder, tmp_path):
-    command = ["train", "--model", checkpoint, "--data", data_folder, "--loss", "distill", "--teacher", checkpoint]
-    sizes = ["--lmbda", "1", "--max-completion-length", 8, "--max-seq-length", 64, "--batch-size", 2]
-    done = called(*command, *sizes, "--iters", 2, "--steps-per-report", 1, "--adapter-path", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("Iter 2/2"))
-    assert ", sampled 1.000, length " in line
-    records = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    # The model is its own teacher.
-    assert all(abs(record["train_loss"]) < 1e-3 for record in records if "train_loss" in record)

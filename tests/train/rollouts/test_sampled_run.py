@@ -12,8 +12,8 @@ from deltatune.train import Trainer
 from deltatune.train.ending.early_end import Ending
 from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.setup import ready
-from families import VOCABULARY
 from killed_runs import same
+from token_rewards import LowTokens
 
 
 class Letters:
@@ -175,19 +175,6 @@ def test_a_run_ends_where_the_validation_reward_no_longer_rises(trainer_of, tmp_
     assert result.stopped_early
     assert result.iterations < 6
     assert "Stopping early after iteration" in capsys.readouterr().out
-
-
-class LowTokens:
-    """Rewards the share of tokens of an answer that are below a quarter of the vocabulary."""
-
-    names = ("low",)
-    weights = np.ones(1)
-
-    def __call__(self, _prompts: Any, _completions: Any, columns: dict[str, Any], _check: Any) -> np.ndarray:
-        return np.array([[np.mean(np.array(tokens) < VOCABULARY // 4) for tokens in columns["completion_ids"]]])
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
 
 
 def test_a_run_learns(trainer_of, tmp_path):
