@@ -294,9 +294,7 @@ def test_examples_of_other_options_are_refused(base, tmp_path, loaded_with, chan
 
 @pytest.mark.bad_input("`Trainer` with resize_embeddings and a model without rows for new tokens")
 def test_rows_for_new_tokens_are_asked_for(base, tmp_path):
-    config = TrainConfig(
-        **base("new tokens in a stream", rows=ROWS, streaming=False, adapter_path=str(tmp_path / "out"))
-    )
+    config = TrainConfig(**base("new tokens in a stream", rows=ROWS, adapter_path=str(tmp_path / "out")))
     loaded, splits = prepared(config)
     with pytest.raises(UserError, match="resize_embeddings: tokens were added to the tokenizer"):
         Trainer(loaded.model, loaded.tokenizer, config, splits)
