@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -30,12 +29,6 @@ from killed_runs import metrics, same
 from launched_ranks import launched, launched_each
 
 _STRAIGHT_RUNS: dict[str, Path] = {}
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch):
-    """Files are not brought to the disk, for which a run waits 25 times: no test cuts the power."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")
