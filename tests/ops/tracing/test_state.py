@@ -25,7 +25,7 @@ OF_THE_PROCESS = {
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
     "ops.operator.verdicts._timed": "which implementations this process has timed",
-    "train.distillation.teacher._teachers": "the teachers that were loaded, for the plan and the run",
+    "train.distillation._teachers": "the teachers that were loaded, for the plan and the run",
     "ops.operator.verdicts._known": "which implementations were right on this machine",
     "patches._open": "what asks for the patches to be in force",
     "patches.evidence._known": "the functions of upstream that were compared",
