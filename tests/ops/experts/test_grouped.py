@@ -13,7 +13,7 @@ from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.grouped_hopper import GroupedProduct, Packed
 from deltatune.ops.experts.tiles import Chunk, Sorted
-from deltatune.ops.experts.tolerances import NARROW_NORM
+from deltatune.ops.experts.trial_case import NARROW_NORM
 from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import unpacking
 from dense_experts import LEAVES, NAMES, Case, block, errors, expected, value_and_gradients

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta.channel_gram import decay_levels, gram, gram_backward
+from deltatune.ops.gated_delta.channel import decay_levels, gram, gram_backward
 from deltatune.ops.gated_delta.chunking import (
     Chunking,
     choose_chunking,

@@ -12,8 +12,7 @@ from beside import load
 from deltatune.ops.attention import hopper
 from deltatune.ops.attention.fused import FILES
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
-from deltatune.ops.attention.tolerances import NORMAL, half_norm
-from deltatune.ops.attention.trial_case import KernelShape, trial_case
+from deltatune.ops.attention.trial_case import NORMAL, KernelShape, half_norm, trial_case
 from deltatune.ops.kernels.launch import header, on
 from deltatune.ops.operator.case import judged
 

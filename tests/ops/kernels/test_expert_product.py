@@ -14,7 +14,7 @@ from host_machine import HostMachine, OneKernelReplaced, cuda_text, defects, pla
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import GroupedProduct, HopperTile, Packed
-from deltatune.ops.experts.tolerances import GROUPED
+from deltatune.ops.experts.trial_case import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
 from deltatune.ops.operator import first_use
 from deltatune.ops.operator.measure import as_float64, relative_error

@@ -9,8 +9,7 @@ from ..operator.case import Case, judged
 from ..operator.measure import relative_norm
 from ..operator.verdicts import Verdict
 from .blocked import attention_blocked
-from .tolerances import NORMAL, half_norm
-from .trial_case import AttentionCall, Drawn, Implementation, KernelShape, case_of, drawn, trial_case
+from .trial_case import NORMAL, AttentionCall, Drawn, Implementation, KernelShape, case_of, drawn, half_norm, trial_case
 
 
 @dataclass(frozen=True)
