@@ -13,8 +13,7 @@ from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
 from deltatune.ops import operators
-from deltatune.ops.attention import attention_blocked
-from deltatune.ops.attention import trial_case
+from deltatune.ops.attention import attention_blocked, trial_case
 from deltatune.ops.gated_delta import gated_delta_chunk, native, workloads
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, by_gates

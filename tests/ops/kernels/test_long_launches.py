@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.attention import long_launches
+from deltatune.ops.attention import fused_op
 from deltatune.ops.attention.fused import FILES, TILE
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.kernels.launch import header, on
@@ -56,7 +56,7 @@ def differentiate(machine, launches: list, queries=LENGTH, segments=False, with_
 def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
     whole, divided = [], []
     expected = differentiate(machine, whole, **CASES[name])
-    monkeypatch.setattr(long_launches, "MOST_MULTIPLICATIONS", 2 * HEADS * 3 * SIZE * LENGTH * LENGTH / 8)
+    monkeypatch.setattr(fused_op, "MOST_MULTIPLICATIONS", 2 * HEADS * 3 * SIZE * LENGTH * LENGTH / 8)
     found = differentiate(machine, divided, **CASES[name])
     for one, other in zip(found, expected, strict=True):
         assert np.isfinite(one).all()
@@ -77,7 +77,7 @@ def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
     [(8192, 8192, True, 0), (3000, 8192, True, 0), (8192, 8192, True, 1000), (4096, 4096, False, 0)],
 )
 def test_parts_are_whole_tiles_with_about_as_many_pairs(queries, keys, causal, window, of_keys):
-    found = long_launches.divided(queries, keys, causal, window, 2.0e6, of_keys)
+    found = fused_op.divided(queries, keys, causal, window, 2.0e6, of_keys)
     assert found[0][0] == 0
     assert found[-1][1] == (keys if of_keys else queries)
     assert all(one[1] == other[0] and one[1] % TILE == 0 for one, other in pairwise(found))
@@ -93,6 +93,6 @@ def test_parts_are_whole_tiles_with_about_as_many_pairs(queries, keys, causal, w
 
 def test_a_row_of_32k_tokens_is_no_launch_of_four_seconds():
     """Heads of Qwen3.5-0.8B: 8 of 256. A usual row is one launch."""
-    pairs = long_launches.MOST_MULTIPLICATIONS / (8 * 4 * 256)
-    assert len(long_launches.divided(32768, 32768, True, 0, pairs, of_keys=True)) == 7
-    assert len(long_launches.divided(8192, 8192, True, 0, pairs)) == 1
+    pairs = fused_op.MOST_MULTIPLICATIONS / (8 * 4 * 256)
+    assert len(fused_op.divided(32768, 32768, True, 0, pairs, of_keys=True)) == 7
+    assert len(fused_op.divided(8192, 8192, True, 0, pairs)) == 1

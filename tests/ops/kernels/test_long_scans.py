@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta import long_scans
+from deltatune.ops.gated_delta import fused_passes
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
 from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.kernels.launch import MOST_MULTIPLICATIONS, on
@@ -60,7 +60,7 @@ def differentiate(machine, launches, dtype=mx.float32, per_channel=False, docume
 def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
     whole, divided = [], []
     expected = differentiate(machine, whole, **CASES[name])
-    monkeypatch.setattr(long_scans, "MOST_STEPS", 2)
+    monkeypatch.setattr(fused_passes, "MOST_STEPS", 2)
     found = differentiate(machine, divided, **CASES[name])
     assert found == expected
     assert len(whole) == 4
@@ -74,7 +74,7 @@ def test_only_very_long_rows_are_divided():
 
     def parts(batch, length, machine="metal"):
         shape = (batch, length, 16, 32, 128, 128)
-        return long_scans._parts(choose_tiling(machine, shape, mx.bfloat16, masked=False, segmented=False))
+        return fused_passes._parts(choose_tiling(machine, shape, mx.bfloat16, masked=False, segmented=False))
 
     assert len(parts(1, 262_144)) == 1
     assert len(parts(1, 262_145)) == 2

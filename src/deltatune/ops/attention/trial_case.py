@@ -1,4 +1,8 @@
-"""The cases on which an implementation of attention is tried before its first use for a class of calls, and timed."""
+"""The cases on which an implementation of attention is tried before its first use for a class of calls, and timed.
+
+Their truth is in float64 NumPy, from the definition. Bounds of the check limit the largest error of an output or
+gradient relative to its own largest element, bounds of the tests the norm of the error relative to that of the truth.
+"""
 
 from __future__ import annotations
 

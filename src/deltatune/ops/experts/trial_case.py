@@ -1,4 +1,7 @@
-"""The cases of the kernels of grouped.py, and whether they are used: each is tried once in a process."""
+"""The cases of the kernels of grouped.py, and whether they are used: each is tried once in a process.
+
+The errors that the expert block and its kernels may have stand here, for the tests too.
+"""
 
 from __future__ import annotations
 

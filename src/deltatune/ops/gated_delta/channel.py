@@ -1,6 +1,12 @@
 """The chunks of a group with a gate per key channel: the formulas of README.md, section 4.
 
 chunk.py calls the functions of this module where log_g is [B, T, Hv, Dk], and those of scalar.py otherwise.
+
+The decay between two tokens is a vector, so it must be multiplied into the operands of q k^T and k k^T. A block of
+tokens is cut into two halves. Between a token of the second half (a row of the product) and one of the first half (a
+column), the decay is the product of two factors: that from the boundary to the row, and that from the column to the
+boundary. Each factor is a product of gates, so it is at most 1, and nothing is divided. Blocks of 2, 4, ... C tokens
+together contain every pair of tokens once.
 """
 
 from __future__ import annotations
