@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,6 +32,11 @@ class KernelWorkload(NamedTuple):
         """Return the case, with norms over norms as its errors."""
         case = self.trial()
         return replace(case, bound=min(case.bound, NORM_BOUNDS[self.dtype]), error=relative_norm)
+
+
+def in_each_dtype(name: str, trial: Callable[..., Case[Any]], *sizes: Any) -> list[KernelWorkload]:
+    """Return a workload for each dtype of NORM_BOUNDS, with the case trial(dtype, *sizes)."""
+    return [KernelWorkload(name, dtype, partial(trial, dtype, *sizes)) for dtype in NORM_BOUNDS]
 
 
 @dataclass(frozen=True)
