@@ -80,7 +80,7 @@ class Tiling:
     @property
     def kernels(self) -> Kernels:
         """The kernels that are divided so."""
-        return fused.CHANNEL_KERNELS if self.erases else fused.LINEAR_CHANNEL_KERNELS
+        return fused.KERNELS if self.erases else fused.LINEAR_KERNELS
 
     @property
     def chunks(self) -> int:
