@@ -16,7 +16,7 @@ from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import GroupedProduct, HopperTile, Packed
 from deltatune.ops.experts.trial_case import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import as_float64, relative_error
 
 PORTABLE, HOPPER = header("metal", grouped.FILES), cuda_text(grouped_hopper.PRODUCT)
@@ -340,12 +340,12 @@ def gpu(monkeypatch):
     """Return gpu(machine): MLX passes for running on an NVIDIA GPU that this machine stands for; nothing is tried."""
 
     def use(machine) -> None:
-        first_use.forget()
+        kernel_operator.forget()
         monkeypatch.setattr(backend, "device", lambda: "cuda")
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
 
     yield use
-    first_use.forget()
+    kernel_operator.forget()
 
 
 def tried() -> list[bool]:

@@ -12,7 +12,7 @@ from beside import load
 from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import as_float64
 from deltatune.ops.products import low_rank
 from deltatune.ops.products.low_rank import (
@@ -268,8 +268,8 @@ KERNELS = [
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_a_kernel_that_is_wrong_is_not_used(kernel, gpu):
     case = low_rank.trial_case(kernel)
-    assert first_use.agrees(case, gpu.run)
-    assert not first_use.agrees(case, lambda launch: [array * 1.05 for array in gpu.run(launch)])
+    assert kernel_operator.agrees(case, gpu.run)
+    assert not kernel_operator.agrees(case, lambda launch: [array * 1.05 for array in gpu.run(launch)])
 
 
 def test_when_the_kernels_are_used(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from deltatune.machine import backend
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import ROUNDING
 from deltatune.ops.pointwise import adam, stored_moments
 from deltatune.ops.pointwise.adam import AdamStep
@@ -136,7 +136,7 @@ def test_fp16_moments_too_small_for_their_dtype_divide_nothing_by_zero(launches)
 
 
 def test_other_devices_do_not_use_the_kernel(monkeypatch):
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     for device in ("cpu", "metal"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert adam.AdamStep.of(mlx.optimizers.AdamW(0.1), None, mx.array(True)) is None
@@ -144,7 +144,7 @@ def test_other_devices_do_not_use_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS, ids=str)
 def test_the_trial_accepts_the_kernel_of_8_bits(dtype, gradient_dtype, execute):
-    assert first_use.agrees(stored_moments.trial_case(dtype, gradient_dtype), execute)
+    assert kernel_operator.agrees(stored_moments.trial_case(dtype, gradient_dtype), execute)
 
 
 @pytest.mark.parametrize("changed", [1, 3])
@@ -158,7 +158,7 @@ def test_the_trial_refuses_codes_two_intervals_off(changed, execute, caplog):
         results[changed] = mx.array(codes)
         return results
 
-    assert not first_use.agrees(stored_moments.trial_case(mx.float32, mx.float32), off)
+    assert not kernel_operator.agrees(stored_moments.trial_case(mx.float32, mx.float32), off)
 
 
 @pytest.mark.parametrize("size", [1, 8, 255, 256, 257, 1031])

@@ -12,7 +12,7 @@ from against_float64 import drawn, errors, listed, with_gradients
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import Launch, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import relative_error
 from deltatune.ops.pointwise import (
     conv,
@@ -409,11 +409,11 @@ def test_kernels_are_tried_before_their_first_use(name, execute, monkeypatch):
 
     def served(wrong=None):
         monkeypatch.setattr(Passes, "passes_trial", partialmethod(PASSES_TRIAL, device=partial(with_factor, wrong)))
-        monkeypatch.setattr(first_use, "_right", {})
+        monkeypatch.setattr(kernel_operator, "_right", {})
         return [serves(*call) for call in calls]
 
     assert all(served())
-    assert len(first_use._right) == len(calls)
+    assert len(kernel_operator._right) == len(calls)
     assert not any(serves(*call) for call in others)
     for wrong in set(names):
         assert not any(served(wrong)), wrong

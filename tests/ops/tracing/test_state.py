@@ -21,7 +21,7 @@ OF_THE_PROCESS = {
     "machine.startup._problem": "what is wrong with the machine, until a command says so",
     "ops.kernels.builds._builds": "the code of the kernels that this process has built or builds",
     "ops.operator.candidates._announced": "the messages that were shown",
-    "ops.operator.first_use._right": "which kernels were right in this process",
+    "ops.operator.kernel_operator._right": "which kernels were right in this process",
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
     "ops.operator.verdicts._timed": "which implementations this process has timed",
