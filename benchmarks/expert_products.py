@@ -25,7 +25,7 @@ import numpy as np
 import processes
 from deltatune.ops.experts import grouped, trial_case
 from deltatune.ops.experts.grouped_hopper import GroupedProduct, HopperTile
-from deltatune.ops.experts.tolerances import GROUPED, ON_TENSOR_CORES
+from deltatune.ops.experts.trial_case import GROUPED, ON_TENSOR_CORES
 from deltatune.ops.operator.measure import relative_error
 from machine import heading
 
