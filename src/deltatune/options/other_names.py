@@ -4,10 +4,10 @@ from __future__ import annotations
 
 #: By the option of deltatune: its names elsewhere, separated by blanks (docs/guides/from-unsloth-axolotl.md).
 NAMES = {
-    "model": "model_name model_name_or_path pretrained_model_name_or_path base_model",
-    "data": "dataset datasets train_file dataset_dir dataset_name dataset_path",
+    "model": "m model_name model_name_or_path pretrained_model_name_or_path base_model",
+    "data": "d dataset datasets train_file dataset_dir dataset_name dataset_path",
     "val_split": "val_size val_set_size eval_split validation_split",
-    "fine_tune_type": "adapter finetuning_type use_dora",
+    "fine_tune_type": "adapter finetuning_type use_dora lora dora full peft",
     "max_seq_length": "max_length max_seq_len sequence_len cutoff_len context_length seq_len seq_length",
     "rank": "r lora_r lora_rank",
     "alpha": "lora_alpha",
@@ -20,7 +20,7 @@ NAMES = {
     "batch_size": "per_device_train_batch_size train_batch_size micro_batch_size bs",
     "grad_accumulation_steps": "gradient_accumulation_steps gradient_accumulation grad_accum",
     "epochs": "num_train_epochs num_epochs",
-    "iters": "max_steps iterations train_iters",
+    "iters": "max_steps iterations train_iters steps num_steps max_iters",
     "learning_rate": "lr",
     "lr_schedule": "lr_scheduler_type lr_scheduler learning_rate_scheduler learning_rate_schedule",
     "warmup": "warmup_steps warmup_ratio",
@@ -47,7 +47,7 @@ NAMES = {
     "fps": "video_fps",
     "video_max_frames": "video_maxlen",
     "resize_embeddings": "resize_vocab",
-    "adapter_path": "output_dir adapter_file output",
+    "adapter_path": "output_dir adapter_file output out o",
     "keep": "save_total_limit",
     "save_every": "save_steps steps_per_save checkpoint_every save_strategy saves_per_epoch",
     "steps_per_eval": "eval_steps eval_strategy evaluation_strategy evals_per_epoch",
@@ -71,7 +71,7 @@ _ANSWERS = {
     "the model's own chat template writes the rows; chat_template.jinja in its folder replaces it":
         "chat_template template",
     "the folder of --data holds train.jsonl, valid.jsonl and test.jsonl":
-        "valid_file validation_file eval_dataset test_file",
+        "valid valid_data val_data eval_data test_data valid_file validation_file eval_dataset test_file",
     "a part of a data set is a split such as train[:1000] under hf_dataset in a file": "max_samples max_train_samples",
     "rows are read by several processes, and those of like lengths share a batch, without an option":
         "group_by_length dataloader_num_workers preprocessing_num_workers",
@@ -79,9 +79,20 @@ _ANSWERS = {
     "`hf auth login` and the variable HF_TOKEN tell the hub who you are": "hf_token token",
     "it is a --loss-variant of --loss grpo": "rloo dapo dr_grpo gspo cispo",
     "the variable HF_HOME moves the cache of the hub": "cache_dir",
-    "MLX runs on the GPU where there is one": "device",
+    "MLX runs on the GPU where there is one": "device cpu gpu gpus cuda",
+    "`deltatune train` trains, and `deltatune eval` tests": "do_train do_eval do_predict no_train",
+    "a message of the role system stands in the rows of data": "system_prompt system",
     "the model without its adapter is the reference": "ref_model",
 }  # fmt: skip
+#: Likewise the options that commands beside `train` have, which go before those above.
+_OF_COMMANDS = {
+    "save_path": "output output_dir out o",
+    "report": "output out o html",
+    "to": "format",
+    "outtype": "quant quantization quantize q",
+    "temp": "temperature",
+    "max_tokens": "max_new_tokens max_length",
+}
 # By the command of deltatune: its names elsewhere.
 _COMMANDS = {
     "train": "fit finetune fine-tune lora sft dpo grpo",
@@ -90,9 +101,10 @@ _COMMANDS = {
     "eval": "evaluate test",
     "generate": "infer inference predict",
     "runs": "list ls",
+    "--help": "help",
+    "--version": "version",
 }
 NO_OPTION = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
-OPTIONS = {name: option for option, names in NAMES.items() for name in names.split()}
 #: The options of a file that have no flag, and those of them that stand under lora_parameters.
 _IN_FILES = ("hf_dataset", "lora_parameters", "optimizer_config", "text_feature", "keys", "exclude", "rslora", "init")
 OF_ADAPTERS = ("rank", "alpha", "scale", "dropout", "keys", "exclude", "rslora", "init")
@@ -103,14 +115,17 @@ def option_meant(word: str, known: list[str]) -> str | None:
     if "selftest" in known:
         return next((command for command, names in _COMMANDS.items() if word in names.split()), None)
     name = plain(word)
-    option = OPTIONS.get(name, name)
-    if option in OF_ADAPTERS and "lora_parameters" in known:
-        return f"lora_parameters: {{{option}: ...}}"
-    as_typed = "--" + option.replace("_", "-") if word.startswith("-") else option
-    if as_typed not in known and option in _IN_FILES and "--iters" in known:
-        inside = f"lora_parameters: {{{option}: ...}}" if option in OF_ADAPTERS else f"{option}: ..."
-        return f"{inside} in a file, -c FILE"
-    return as_typed if as_typed in known else None
+    tables = (*_OF_COMMANDS.items(), *NAMES.items())
+    for option in [*(option for option, names in tables if name in names.split()), name]:
+        if option in OF_ADAPTERS and "lora_parameters" in known:
+            return f"lora_parameters: {{{option}: ...}}"
+        as_typed = "--" + option.replace("_", "-") if word.startswith("-") else option
+        if as_typed in known:
+            return as_typed
+        if option in _IN_FILES and "--iters" in known:
+            inside = f"lora_parameters: {{{option}: ...}}" if option in OF_ADAPTERS else f"{option}: ..."
+            return f"{inside} in a file, -c FILE"
+    return None
 
 
 def plain(word: str) -> str:

@@ -139,12 +139,16 @@ def nearest(word: str, known: list[str]) -> str:
     The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
     for an option is close to ours.
     """
-    if plain(word) in NO_OPTION and _OF_OPTIONS & {*known}:
-        return f" ({NO_OPTION[plain(word)]})"
     if meant := option_meant(word, known):
         return f" (did you mean {meant!r}?)"
+    if plain(word) in NO_OPTION and _OF_OPTIONS & {*known}:
+        return f" ({NO_OPTION[plain(word)]})"
+    if word.startswith("--no-") and f"--{word[5:]}" in known:
+        return f" (leave --{word[5:]} out)"
     by_name = {name.lstrip("-"): name for name in known}
-    closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.6)
+    closest = [name for name in by_name if name.startswith(word.lstrip("-"))]
+    if len(closest) != 1:
+        closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.7)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
 
 
