@@ -197,14 +197,16 @@ def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
     messages = {
-        "nowhere": "no such folder; expected one with train.jsonl",
+        "nowhere": "no such file or folder; expected one with train.jsonl",
         "empty": "no train.jsonl in this folder",
-        "a\\b": r"no such folder; .* A path has / here, not \\\.",
-        "../../../../../../../../dev/null": "no such folder",
+        "a\\b": r"no such file or folder; .* A path has / here, not \\\.",
+        "../../../../../../../../dev/null": "no such file or folder",
     }
+    messages = {str(tmp_path / name): message for name, message in messages.items()}
+    messages["https://huggingface.co/datasets/a/b/viewer"] = "give the name on the hub, a/b"
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):
-            load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
+            load_datasets(TrainConfig(data=name), tokenizer)
 
 
 def test_a_long_conversation_in_several_rows_loses_the_turns_that_one_row_loses(tokenizers, folder):
