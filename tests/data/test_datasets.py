@@ -197,9 +197,9 @@ def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
     messages = {
-        "nowhere": "no such file or folder; expected one with train.jsonl",
+        "nowhere": "no such file or folder, and no name of",
         "empty": "no train.jsonl in this folder",
-        "a\\b": r"no such file or folder; .* A path has / here, not \\\.",
+        "a\\b": r"no such file or folder, .* A path has / here, not \\\.",
         "../../../../../../../../dev/null": "no such file or folder",
     }
     messages = {str(tmp_path / name): message for name, message in messages.items()}
