@@ -109,7 +109,7 @@ def test_a_file_is_the_training_data(tokenizer, folder, tmp_path, kind):
             "a row of a CSV file that cannot be read",
             "faq.csv",
             "prompt,completion\na,\nb,c\n",
-            "faq.csv row 1: 'completion' is null",
+            "faq.csv row 1: 'completion' is empty",
         ),
         (
             "a file of an unknown kind as data",

@@ -291,9 +291,7 @@ def _stored(
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
         slashes = " A path has / here, not \\." if "\\" in data else ""
-        raise UserError(
-            f"{data}: no such file or folder, and no name of a Hugging Face data set.{slashes}"
-        )
+        raise UserError(f"{data}: no such file or folder, and no name of a Hugging Face data set.{slashes}")
     with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
         return open_dataset(data)
 
