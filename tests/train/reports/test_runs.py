@@ -79,7 +79,7 @@ def test_a_folder_without_runs(folder):
     )
 
 
-def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, monkeypatch, capsys):
+def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, monkeypatch):
     """Whoever reads a line on the screen may open metrics.jsonl at once, and the report has its figures."""
     shown = []
 
@@ -89,7 +89,6 @@ def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, 
         shown.extend((name, kept) for name in ("train_loss", "val_loss", "samples") if name in record)
 
     monkeypatch.setattr(Screen, "report", show)
-    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"] * 4, steps_per_sample=1, sample_max_tokens=1).run()
-    assert capsys.readouterr().out.count("Answering 4 sample prompts, ") == 3
+    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"], steps_per_sample=1, sample_max_tokens=1).run()
     assert {name for name, _ in shown} == {"train_loss", "val_loss", "samples"}
     assert all(kept for _, kept in shown)
