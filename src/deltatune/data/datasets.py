@@ -392,7 +392,8 @@ def _check(
         else:
             folder = Path(config.data or "")
             where = folder / f"{name}.jsonl" if folder.is_dir() else f"{config.data}, {name} split"
-            raise UserError(f"{where}: no such data; it is needed to {name}.")
+            file = "" if config.train else "; --data may also name the file to test on"
+            raise UserError(f"{where}: no such data; it is needed to {name}{file}.")
     # The rows that are left of a window after its full batches make one that is completed with blank rows.
     if "train" not in splits or config.streaming:
         return

@@ -72,8 +72,8 @@ def test_samples_are_what_generate_answers_and_change_no_bit(model, folder, runs
     samples = {record["iteration"]: record["samples"] for record in records if "samples" in record}
     assert sorted(samples) == [0, 1, 2, 3]
     base = {"max_tokens": 6, "adapter_path": str(sampled), "verbose": False}
-    asked = [("why", ()), ("<image>which?", (str(folder / "asked" / "own.png"),))]
-    asked += [("<image>", asked[1][1])]
+    own = (str(folder / "asked" / "own.png"),)
+    asked = [("why", ()), ("<image>which?", own), ("<image>", own)]
     for sample, (shown, images) in zip(samples[3], asked, strict=True):
         prompt = shown.removeprefix("<image>")
         # mlx-vlm leaves out bytes that are no text, and mlx-lm, which answers without pictures, has a mark for them.
