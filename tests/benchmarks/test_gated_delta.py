@@ -45,6 +45,7 @@ def peer(tmp_path):
     return made
 
 
+@pytest.mark.weekly
 def test_records(results):
     result, printed, _ = results
     found = {(record["implementation"], record["size"]["name"]): record for record in result["records"]}
@@ -60,6 +61,7 @@ def test_records(results):
     assert "UserError: DELTATUNE_GATED_DELTA=fused asks for GPU kernels" in printed
 
 
+@pytest.mark.weekly
 def test_missing_package_is_named_once(results):
     result, printed, _ = results
     assert "flash_qla" in result["missing"]["FlashQLA"]
@@ -68,6 +70,7 @@ def test_missing_package_is_named_once(results):
     assert "Not installed: FlashQLA." in printed
 
 
+@pytest.mark.weekly
 def test_table_and_plot(results):
     _, printed, path = results
     table = run(HERE / "tables.py", path)
@@ -81,6 +84,7 @@ def test_table_and_plot(results):
     assert len(text) < 200_000
 
 
+@pytest.mark.weekly
 def test_a_size_that_takes_too_long_or_breaks_stops_no_other(peer, tmp_path):
     """A peer that hangs at its first size and kills its process at the second gives each of them a record."""
     stub = """
@@ -98,6 +102,7 @@ time.sleep(600) if times.read_text() == "x" else os._exit(3)
     assert [record["agrees"] for record in right] == [True, True]
 
 
+@pytest.mark.weekly
 def test_files_are_read_as_one(results, tmp_path):
     import tables
 
