@@ -66,18 +66,6 @@ def test_table_and_plot(results):
     assert len(text) < 200_000
 
 
-def test_sizes_are_written_in_one_way():
-    import sizes
-
-    assert sizes.Size.written("1x8192x16/32") == sizes.Size(1, 8192, 16, 32)
-    assert sizes.Size.written("2x2048x16/16/channel") == sizes.Size(2, 2048, 16, 16, per_channel=True)
-    for text in ("1x8192x16", "0x8192x16/16", "1x8192x16/32/c"):
-        with pytest.raises(ValueError, match="expected a size such as 1x8192x16/32"):
-            sizes.Size.written(text)
-    with pytest.raises(ValueError, match="a multiple of 16 value heads"):
-        sizes.Size.written("1x8192x16/40")
-
-
 def test_the_wrong_get_no_time():
     import tables
 
