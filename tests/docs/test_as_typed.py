@@ -60,7 +60,6 @@ def typed() -> dict[str, Path]:
 
 
 def reason(command: str) -> str | None:
-    """Why a command is not run."""
     return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), None)
 
 

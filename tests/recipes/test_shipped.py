@@ -86,7 +86,6 @@ def data(tmp_path_factory):
     return folder
 
 
-# The first goes through the console script; others have experts, or images.
 QUICK = (groups()[0][0], "qwen3.5-35b-a3b", "qwen3.5-4b-images")
 GROUPS = [pytest.param(names, marks=[pytest.mark.weekly] * (names[0] not in QUICK)) for names in groups()]
 
