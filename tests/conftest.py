@@ -36,7 +36,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 import beside
-import checks_table
 import mlx_headers
 import vision
 from deltatune.machine import blas, compiling
@@ -118,6 +117,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import checks_table
+
     # Before tests are left out by their other marks.
     config.stash[checks_table.MARKED] = checks_table.cases_of(items)
     # A process of pytest-xdist has this attribute.
