@@ -39,9 +39,7 @@ def drawn(completions):
 
 def write_model(shape: trainers.Shape, bits: int, folder: Path) -> None:
     """Write a checkpoint with random weights, and the demo's tokenizer."""
-    import mlx.core as mx
     import mlx.nn as nn
-    from mlx.utils import tree_flatten
 
     from deltatune.demo.assets import MODEL
 
@@ -50,11 +48,10 @@ def write_model(shape: trainers.Shape, bits: int, folder: Path) -> None:
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
         nn.quantize(model, 64, bits)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     for file in Path(MODEL).iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, folder)
-    (folder / "config.json").write_text(json.dumps(config))
+    trainers.save_model(folder, model, config)
 
 
 def train(options: Any, folder: Path) -> list[dict[str, Any]]:
