@@ -26,7 +26,8 @@ import mlx.core as mx
 import processes
 from deltatune.cli import main as command_line
 from deltatune.machine import nvidia
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine.disk import PageCache
+from deltatune.machine.disk import PageCache
 from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store
