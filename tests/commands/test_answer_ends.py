@@ -47,7 +47,7 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
     flags = ["--iters", 120, "--batch-size", 2, "--learning-rate", "1e-3"]
     flags += ["--adapter-path", adapter]
-    sampled = ["--sample-prompts", ROW["prompt"], "--steps-per-sample", 120, "--sample-max-tokens", 40]
+    sampled = ["--sample-prompts", ROW["prompt"], "--sample-max-tokens", 40]
     trained = called("train", "--model", base, "--data", data, *flags, *sampled)
     assert trained.returncode == 0, trained.stderr
     said = " ".join(trained.stdout.split())

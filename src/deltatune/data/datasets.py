@@ -47,6 +47,8 @@ from .vision.messages import VIDEO, media_kind
 
 # More rows than any stream has.
 _MOST_ROWS = sys.maxsize
+#: The rows of a stream that are read, shuffled and packed at a time.
+SHUFFLED_ROWS = 1000
 # The share of training rows to validate on where nothing else is, and the fewest rows of which some are taken.
 _VAL_SPLIT = 0.1
 _LEAST_ROWS = 20
@@ -187,7 +189,7 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     if not tables["train"]:
         _check(config, splits | {"train": []}, tables, reader.notes)
     source, features = tables["train"][0]
-    size = -(-config.shuffle_buffer // config.batch_size) * config.batch_size
+    size = -(-SHUFFLED_ROWS // config.batch_size) * config.batch_size
     first = ExampleStream(source, partial(_read_rows, reader, features=features), size).window(None)
 
     def encode(rows: list[tuple[str, Any]], name: str) -> list[Any]:

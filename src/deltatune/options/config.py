@@ -259,9 +259,6 @@ class TrainConfig:
     loraplus_lr_ratio: float | None = _optimizer(
         None, "factor of the learning rate of the B matrices (LoRA+)", range=POSITIVE
     )
-    decay_norm_and_bias: bool = _optimizer(
-        False, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
-    )
     lr_schedule: dict[str, Any] | str = _optimizer(
         "cosine",
         "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
@@ -353,11 +350,6 @@ class TrainConfig:
         "read and tokenise the training data while training, so that it need not fit in memory; validation and "
         "test read no more rows than they evaluate",
     )
-    shuffle_buffer: int = _data(
-        1000,
-        "number of rows that streaming reads at a time; these are shuffled, and packed with one another",
-        range=COUNT,
-    )
     pack: bool = _data(
         False, "put several documents into a row; attention, recurrence and convolution do not cross between them"
     )
@@ -370,7 +362,9 @@ class TrainConfig:
         500, "number of batches in the test; -1 takes the whole test set", range=Range(least=1, also=(-1,))
     )
     steps_per_report: int = _save(10, "number of iterations between reports of the training loss", range=COUNT)
-    steps_per_eval: int = _run(200, "number of iterations between evaluations", range=COUNT)
+    steps_per_eval: int = _run(
+        200, "number of iterations between evaluations, and between answers to sample_prompts", range=COUNT
+    )
     save_every: int = _save(100, "number of iterations between saves", range=COUNT)
     keep: int | None = _save(
         None, "number of numbered copies of the adapters to keep, the newest; default: all", range=NOT_NEGATIVE
@@ -379,9 +373,6 @@ class TrainConfig:
         list,
         "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
         "the prompts, chats or texts in the rows of that file",
-    )
-    steps_per_sample: int | None = _save(
-        None, "number of iterations between two answers to sample_prompts; default: steps_per_eval", range=COUNT
     )
     sample_max_tokens: int = _save(100, "largest number of tokens in an answer to sample_prompts", range=COUNT)
     early_stopping: int | None = _run(
@@ -553,7 +544,3 @@ class TrainConfig:
             )
         if self.epochs is not None:
             raise UserError("streaming: the length of the data is not known, so epochs cannot be counted; give iters.")
-        if self.shuffle_buffer < self.batch_size:
-            raise UserError(
-                f"shuffle_buffer: expected at least batch_size, which is {self.batch_size}, got {self.shuffle_buffer}."
-            )

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
+from deltatune.data import datasets as datasets_module
 from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.sources import JsonLines, hugging_face
 from deltatune.errors import UserError
@@ -29,12 +30,17 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(datasets_module, "SHUFFLED_ROWS", 10)
+
+
 @pytest.fixture
 def order(folder, tokenizer):
     """order(world=..., rank=..., **options) opens the stream and returns its batches for one rank."""
 
     def make(rank=0, world=1, data=folder, **options):
-        options = {"shuffle_buffer": 10, "batch_size": 4, "max_seq_length": 64} | options
+        options = {"batch_size": 4, "max_seq_length": 64} | options
         config = TrainConfig(data=str(data), streaming=True, **options)
         return training_order(load_datasets(config, tokenizer), config, Ranks(rank, world))
 
@@ -65,7 +71,7 @@ def test_each_row_comes_once_a_pass_and_near_its_place(order, folder, pack):
     for one in (seen[:ROWS], seen[ROWS:]):
         numbers = [lines.index(int(source.rpartition(":")[2])) for source in one]
         assert sorted(numbers) == list(range(ROWS))
-        # A shuffle buffer of 10 is rounded up to 12, three batches of 4.
+        # 10 rows are rounded up to 12, three batches of 4.
         assert [number // 12 for number in numbers] == [place // 12 for place in range(ROWS)]
         assert numbers != sorted(numbers)
     assert seen[:ROWS] != seen[ROWS:]
@@ -143,11 +149,12 @@ def parquet_stream(folder):
     return hugging_face(str(place if place.exists() else saved("parquet", folder)), streaming=True)["train"]
 
 
-def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path):
+def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path, monkeypatch):
     """Neither of the process that starts nor of one that continues; four times the rows keep the same memory.
 
     Memory is read behind a collection: when Python looks for cycles depends on every test before this one.
     """
+    monkeypatch.setattr(datasets_module, "SHUFFLED_ROWS", 100)
     held = []
     for count in (500, 2000):
         data = tmp_path / str(count)
@@ -155,7 +162,7 @@ def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path):
         (data / "train.jsonl").write_text(
             "".join(json.dumps({"text": f"{n:05d} dog fox"}) + "\n" for n in range(count))
         )
-        config = TrainConfig(data=str(data), streaming=True, shuffle_buffer=100, batch_size=10, max_seq_length=32)
+        config = TrainConfig(data=str(data), streaming=True, batch_size=10, max_seq_length=32)
         splits = load_datasets(config, tokenizer)
         batches = training_order(splits, config)
         taken(batches, 10)
@@ -215,7 +222,6 @@ def test_a_resumed_stream_must_have_the_rows_that_it_had(order, folder, what):
     [
         ({"loss": "dpo"}, "the loss dpo reads its whole data set before the first step"),
         ({"epochs": 2}, "epochs cannot be counted; give iters"),
-        ({"shuffle_buffer": 3}, "shuffle_buffer: expected at least batch_size, which is 4, got 3"),
     ],
 )
 def test_options_that_need_the_whole_data(options, message):

@@ -34,7 +34,7 @@ def sampled(folder):
 def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, checkpoint, screen_text):
     """The samples come before the step is compiled, inside accumulations, and beside dropout and checkpoints."""
     prompts = [PROMPT, "answer?"]
-    samples = {"sample_prompts": prompts, "steps_per_sample": 1, "sample_max_tokens": 5}
+    samples = {"sample_prompts": prompts, "steps_per_eval": 1, "sample_max_tokens": 5}
     shared = {"grad_checkpoint": True, "iters": 4, "lr_schedule": "constant", "learning_rate": 0.05}
     for name, options in (("plain", {}), ("sampled", samples)):
         make_trainer(adapter_path=str(tmp_path / name), **shared, **options).run()
@@ -55,7 +55,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
 
 
 def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, run_with, tmp_path, read_metrics):
-    options = {"sample_prompts": [PROMPT], "steps_per_sample": 1, "sample_max_tokens": 4, "iters": 2}
+    options = {"sample_prompts": [PROMPT], "steps_per_eval": 1, "sample_max_tokens": 4, "iters": 2}
     make_trainer(adapter_path=str(tmp_path / "straight"), **options).run()
     trainer, runs = make_trainer(**options), []
     samples = trainer.parts.samples
@@ -168,11 +168,10 @@ def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_te
 
 
 def test_samples_are_due_at_their_interval_and_at_the_end(samples):
-    every = samples("x", steps_per_sample=3)
+    every = samples("x", steps_per_eval=3)
     due = [n for n in range(9) if every.are_due(Progress(iteration=n), last=n == 8)]
     assert due == [0, 3, 6, 8]
     assert not every.are_due(Progress(iteration=3, sampled=3), last=True)
-    assert samples("x", steps_per_eval=4).are_due(Progress(iteration=4), last=False)
     assert not samples().are_due(Progress(iteration=0), last=True)
 
 

@@ -76,8 +76,7 @@ class Samples:
     def are_due(self, progress: Progress, *, last: bool) -> bool:
         """Return whether the prompts are to be answered now; `last` says that the run ends here."""
         at = progress.iteration
-        every = self._config.steps_per_sample or self._config.steps_per_eval
-        return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
+        return bool(self.prompts) and progress.sampled != at and (last or at % self._config.steps_per_eval == 0)
 
     def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
         """Answer every prompt; None if `ended`, which is called after each token, ended it by True.
