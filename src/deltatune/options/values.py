@@ -129,6 +129,16 @@ def short(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
+_SINGULAR = {"are": "is", "were": "was", "have": "has"}
+
+
+def agreeing(count: int, words: str) -> str:
+    """Return words that are written for several things, such as `rows have`, as they are for one, if `count` is 1."""
+    if count != 1:
+        return words
+    return " ".join(_SINGULAR.get(word) or (word[:-1] if word.endswith("s") else f"{word}s") for word in words.split())
+
+
 # One of these is among the known words where an option or its value is meant, and no column of data.
 _OF_OPTIONS = {"--model", "model", "lora", "sft"}
 

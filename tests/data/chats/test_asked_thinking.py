@@ -23,10 +23,10 @@ CLOSED = {"enable_thinking": False}
         ([PLAIN], None, CLOSED, "The answers follow the prompt with enable_thinking false, so samples"),
         ([PLAIN], {"date": "today"}, {"date": "today"} | CLOSED, "The answers follow the prompt with"),
         ([PLAIN], CLOSED, CLOSED, None),
-        ([PLAIN], {"enable_thinking": True}, {"enable_thinking": True}, "1 of 1 answers follow the prompt with"),
+        ([PLAIN], {"enable_thinking": True}, {"enable_thinking": True}, "1 of 1 answers follows the prompt with"),
         ([REASONED], None, None, None),
-        ([REASONED], CLOSED, CLOSED, "1 of 1 answers follow the prompt with enable_thinking true; samples"),
-        ([PLAIN, REASONED, REASONED], None, None, "1 of 3 answers follow the prompt with enable_thinking false"),
+        ([REASONED], CLOSED, CLOSED, "1 of 1 answers follows the prompt with enable_thinking true; samples"),
+        ([PLAIN, REASONED, REASONED], None, None, "1 of 3 answers follows the prompt with enable_thinking false"),
         ([PLAIN | {"chat_template_kwargs": CLOSED}], None, CLOSED, "The answers follow the prompt with"),
         ([PLAIN | {"chat_template_kwargs": '{"enable_thinking": false}'}], None, CLOSED, "The answers follow"),
     ],
@@ -36,7 +36,9 @@ def test_the_model_is_asked_as_its_answers_were_learnt(tokenizers, folder, rows,
     # The second start takes the tokens from the cache, and must not forget.
     for splits in (load_datasets(config, tokenizer), load_datasets(config, tokenizer)):
         assert splits.template_options == asked
-        assert [one.startswith(note or "") for one in splits.notes if "follow the prompt" in one] == [True] * bool(note)
+        assert [one.startswith(note or "") for one in splits.notes if "the prompt with enable" in one] == [True] * bool(
+            note
+        )
     if len(rows) == 1 and (asked is None or given is None):
         example, prompt = splits.train[0], prompt_tokens(tokenizer, Question("a question"), template_options=asked)
         assert example.tokens[: len(prompt)].tolist() == prompt

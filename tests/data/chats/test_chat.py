@@ -3,7 +3,7 @@
 import pytest
 
 from deltatune.data.rows.row_formats import Features
-from deltatune.data.text import ROLES, TextEncoder, check_roles
+from deltatune.data.text import ROLES, TextEncoder, check_template
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 
@@ -199,8 +199,8 @@ def test_a_mistyped_role_is_refused(tokenizer):
 
 
 def test_common_roles_and_those_of_the_template_are_known():
-    check_roles(said(*ROLES, "observer"), TEMPLATE, "row 1")
+    check_template(said(*ROLES, "observer"), TEMPLATE, "row 1")
     for role in ("observe", "m", "OBSERVER"):
         with pytest.raises(UserError, match="row 1: message 1: unknown role"):
-            check_roles(said(role), TEMPLATE, "row 1")
-    check_roles(said("anything"), None, "row 1")
+            check_template(said(role), TEMPLATE, "row 1")
+    check_template(said("anything"), None, "row 1")

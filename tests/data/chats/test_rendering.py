@@ -141,7 +141,7 @@ def test_a_process_that_is_killed_over_a_conversation_is_said(tight, written):
     rendering._idle.append(process)
     process._child.send_signal(signal.SIGSTOP)
     threading.Timer(0.5, lambda: os.kill(process._child.pid, signal.SIGKILL)).start()
-    ((_, error),) = next(rows)
+    ((_, error, _),) = next(rows)
     assert "ended over this conversation (SIGKILL)" in str(error)
 
 

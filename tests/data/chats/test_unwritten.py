@@ -87,7 +87,7 @@ TEXT = {"role": "assistant", "content": "a"}
 def counted(tokenizer, row, **options):
     encode = TextEncoder(tokenizer, Features(), None, **options)
     encode(row, "file:1")
-    return dict(encode.unwritten.counts)
+    return dict(encode.unwritten)
 
 
 def test_a_lost_text_that_stands_elsewhere_is_counted(with_template):

@@ -7,7 +7,7 @@ import pytest
 
 from added_ends import with_first_token
 from deltatune.data import BatchOrder
-from deltatune.data.batches.packing import row_capacity
+from deltatune.data.batches.batch import row_capacity
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -120,7 +120,7 @@ def test_pairs_made_equal_by_truncation_are_left_out(read, tokenizer):
     ]
     examples, notes = read(rows, max_seq_length=4)
     assert len(examples) == 1
-    assert any("1 pairs were left out" in note for note in notes)
+    assert any("1 pair was left out" in note for note in notes)
 
 
 REFUSED = {

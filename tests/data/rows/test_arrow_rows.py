@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deltatune.data import load_datasets
-from deltatune.data.rows.arrow_rows import as_written
+from deltatune.data.rows.sources import as_written
 
 
 def tool(name, properties, **more):

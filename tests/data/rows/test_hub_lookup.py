@@ -5,8 +5,8 @@ from urllib.error import HTTPError, URLError
 import datasets
 import pytest
 
+from deltatune.data import datasets as data_sets
 from deltatune.data import load_datasets
-from deltatune.data.rows import hub_lookup
 from deltatune.errors import UserError
 
 
@@ -20,13 +20,13 @@ def hub(monkeypatch, tmp_path):
             asked.append(request.full_url)
             raise answer
 
-        monkeypatch.setattr(hub_lookup, "urlopen", urlopen)
+        monkeypatch.setattr(data_sets, "urlopen", urlopen)
         return asked
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    hub_lookup._answers.cache_clear()
+    data_sets._answers.cache_clear()
     return use
 
 
@@ -56,7 +56,7 @@ def test_a_mistyped_folder_is_named_before_the_hub_is_asked(hub, folder, tokeniz
 )
 def test_only_a_hub_that_does_not_answer_is_left_out(hub, answer, offline):
     hub(answer)
-    with hub_lookup.hub_lookup("some/data"):
+    with data_sets.hub_lookup("some/data"):
         assert datasets.config.HF_HUB_OFFLINE is offline
 
 
@@ -66,5 +66,5 @@ def test_a_current_folder_that_may_not_be_listed_keeps_nothing_from_being_asked(
 
     hub(HTTPError("url", 401, "", None, None))
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert hub_lookup._answers("some/data")
+    assert data_sets._answers("some/data")
     assert "--data some/data: there is no such folder here; asking" in capsys.readouterr().err

@@ -76,5 +76,5 @@ def test_texts_that_hold_the_start_token_already_are_noted_once(starting, folder
     splits = load_datasets(folder(train=[doubled, {"text": "<|endoftext|>one"}], valid=[doubled]), starting)
     notes = [note for note in splits.notes if "twice" in note]
     assert len(notes) == 1
-    assert "train.jsonl: 1 texts begin with <|endoftext|> twice: they hold it already" in notes[0]
+    assert "train.jsonl: 1 text begins with <|endoftext|> twice: the data hold it already" in notes[0]
     assert not [note for note in load_datasets(folder(train=ROWS, valid=ROWS), starting).notes if "twice" in note]

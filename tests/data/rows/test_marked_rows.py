@@ -99,18 +99,18 @@ def test_unread_columns_are_noted(tokenizer, folder, name):
     config = folder(train=[row, PAIR, PAIR | {name: None}])
     for _ in range(2):  # The second start reads kept tokens.
         notes = load_datasets(config, tokenizer).notes
-        assert any(note.startswith(f"{config.data}/train.jsonl: 1 rows have {meaning}") for note in notes), notes
+        assert any(note.startswith(f"{config.data}/train.jsonl: 1 row has {meaning}") for note in notes), notes
 
 
 def test_columns_that_are_read_are_not_noted(tokenizer, folder):
     config = folder(train=[ALPACA | {"system": "s", "label": True}, {"conversations": SPOKEN, "system": "s"}])
-    assert not any(" rows have " in note for note in load_datasets(config, tokenizer).notes)
+    assert not any(" row has " in note or " rows have " in note for note in load_datasets(config, tokenizer).notes)
 
 
 def test_marks_that_an_option_overrides_are_noted(tokenizer, folder):
     marked = {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID[2:]]}
     notes = load_datasets(folder(train=[marked, PAIR], mask_prompt=False), tokenizer).notes
-    assert any("1 rows have turns that are marked not to count, which --no-mask-prompt counts" in one for one in notes)
+    assert any("1 row has turns that are marked not to count, which --no-mask-prompt counts" in one for one in notes)
 
 
 def test_earlier_turns_of_alpaca_rows_come_first(tokenizer):

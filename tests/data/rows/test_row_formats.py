@@ -139,7 +139,7 @@ def test_the_formats_are_said_once(tokenizer, folder):
     splits = load_datasets(config, tokenizer)
     assert splits.notes == [
         f"{config.data}/train.jsonl: 2 rows in ShareGPT's format: human is the user, gpt the assistant.",
-        f"{config.data}/train.jsonl: 1 rows in Alpaca's format: instruction and input are the prompt, output is the "
+        f"{config.data}/train.jsonl: 1 row in Alpaca's format: instruction and input are the prompt, output is the "
         "completion.",
         "No validation set: training goes on without validation.",
     ]

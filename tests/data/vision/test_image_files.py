@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from console import called
 from deltatune.data.rows.sources import load_hugging_face
-from deltatune.data.vision.image_files import image_file, open_image
+from deltatune.data.vision.images import image_file, open_image
 from deltatune.data.vision.videos import Video, VideoReader
 from deltatune.errors import UserError
 

@@ -74,7 +74,7 @@ def test_an_answer_is_learnt_letter_for_letter(write, read, loaded):
     assert loaded.tokenizer.decode(example.tokens[example.targets].tolist()).startswith(DRAWN)
     assert int(np.diff(example.tokens == IMAGE, prepend=False).sum()) == 2
     assert "Draw a <image>." in loaded.tokenizer.decode(example.tokens.tolist())
-    assert any("1 rows have <image> or <video> in a text, and no image or video left" in one for one in splits.notes)
+    assert any("1 row has <image> or <video> in a text, and no image or video left" in one for one in splits.notes)
 
 
 OBJECTS = {"ref": ["a dog"], "bbox": [[1, 2, 3, 4]]}

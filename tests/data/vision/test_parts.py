@@ -14,8 +14,7 @@ from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.row_formats import join_text_parts
-from deltatune.data.vision.image_files import image_file
-from deltatune.data.vision.images import resized
+from deltatune.data.vision.images import image_file, resized
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 

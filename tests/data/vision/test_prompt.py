@@ -13,8 +13,7 @@ from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.prompts import Question, prompt_tokens
-from deltatune.data.vision.media import media_reader, picture_options
-from deltatune.data.vision.prompt import PromptPictures
+from deltatune.data.vision.media import PromptPictures, media_reader, picture_options
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.setup import vision_processors

@@ -104,7 +104,7 @@ def test_parts_that_the_template_does_not_write_are_noted(write, read):
     row["messages"][0]["name"] = "b"
     write(row, chat("1.png"))
     notes = read().notes
-    for unwritten in ("1 messages have a name, which", "1 rows have 'tools', which"):
+    for unwritten in ("1 message has a name, which", "1 row has 'tools', which"):
         assert any(f"{unwritten} the model's chat template" in note for note in notes), notes
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from console import called, deltatune
-from deltatune.data.vision.video_files import read_frames
+from deltatune.data.vision.videos import read_frames
 from deltatune.errors import UserError
 from films import number_of, numbered, write_video
 

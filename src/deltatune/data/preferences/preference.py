@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...options.config import TrainConfig
+from ...options.values import agreeing
 from ..example import Example
 
 
@@ -147,9 +148,9 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
     if pictured is not None and config.loss in _WITHOUT_IMAGES:
         raise UserError(f"{pictured.source}: --loss {config.loss} does not take images; use dpo, simpo or cpo.")
     differing = [one for one in preferences if not one.undecided]
-    if len(differing) < len(preferences):
+    if left_out := len(preferences) - len(differing):
         notes.append(
-            f"{len(preferences) - len(differing):,} pairs were left out: within max_seq_length {limit:,}, chosen and "
+            f"{left_out:,} {agreeing(left_out, 'pairs were')} left out: within max_seq_length {limit:,}, chosen and "
             "rejected are equal."
         )
     if config.loss != "kto":

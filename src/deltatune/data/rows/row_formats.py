@@ -59,6 +59,12 @@ class Features:
     chat: str = "messages"
     text: str = "text"
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Features:
+        """Return the keys that options such as prompt_feature name."""
+        named = {name: options.get(f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
+        return cls(**{name: key for name, key in named.items() if key is not None})
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -72,7 +78,6 @@ class Conversation:
         source: Where the conversation came from, for messages to the user.
         options: Variables for the chat template, beside those of the run.
         media: The images and videos in its messages, in order.
-        shape: A digest of its roles, keys and types, in which texts do not matter.
     """
 
     messages: Messages
@@ -82,7 +87,6 @@ class Conversation:
     source: str
     options: dict[str, Any] = field(default_factory=dict)
     media: Sequence[Any] = ()
-    shape: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -324,6 +328,11 @@ def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
         raise UserError(f'{where}: expected a string as "content", got {short(content)}.')
+    called = message.get(TOOL_CALLS) or message.get("function_call")
+    if content is None and message["role"] != ASSISTANT and not called:
+        raise UserError(
+            f'{where}: "content" is missing or null; expected a text. Write "" where it is meant to be empty.'
+        )
     # OpenAI's older form has one call in place of a list, and the role "function" for its result.
     role = TOOL if message["role"] == "function" else message["role"]
     # Many templates refuse a message without content, or write "None".

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...data.batches.packing import row_capacity
+from ...data.batches.batch import row_capacity
 from ...machine import backend
 from ...models.document_isolation import check_packing
 from ...options.config import TrainConfig
