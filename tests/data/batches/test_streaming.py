@@ -80,7 +80,7 @@ def test_each_row_comes_once_a_pass_and_near_its_place(order, folder, pack):
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_stream_goes_on_from_any_batch_with_the_same_bits(order, pack):
     straight = taken(order(pack=pack), 30)
-    for stop in (0, 1, 11, 12, 25):
+    for stop in (1, 12, 25):
         first = order(pack=pack)
         begun = taken(first, stop)
         state = json.loads(json.dumps(first.state()))
@@ -156,7 +156,7 @@ def test_memory_does_not_grow_with_the_data(tokenizer, tmp_path, monkeypatch):
     """
     monkeypatch.setattr(datasets_module, "SHUFFLED_ROWS", 100)
     held = []
-    for count in (500, 2000):
+    for count in (200, 800):
         data = tmp_path / str(count)
         data.mkdir()
         (data / "train.jsonl").write_text(
@@ -259,14 +259,11 @@ def test_data_that_cannot_be_streamed(order, folder, what):
         order()
 
 
-@pytest.mark.bad_input("`streaming`: {what} of `hf_dataset`")
-@pytest.mark.parametrize("what", ["a part of a split", "several data sets"])
-def test_data_sets_that_cannot_be_streamed(order, tmp_path, what):
+@pytest.mark.bad_input("`streaming`: a part of a split, or several data sets, of `hf_dataset`")
+def test_data_sets_that_cannot_be_streamed(order, tmp_path):
     one = {"path": str(saved("parquet", tmp_path)), "train_split": "train", "valid_split": "validation"}
     assert taken(order(hf_dataset=one), 1)
-    if what == "several data sets":
-        with pytest.raises(UserError, match="one data set can be read, and hf_dataset names 2"):
-            order(hf_dataset=[one, one])
-    else:
-        with pytest.raises(UserError, match=r"streaming reads whole splits, and train\[:80%\] is a part of one"):
-            order(hf_dataset=one | {"train_split": "train[:80%]"})
+    with pytest.raises(UserError, match="one data set can be read, and hf_dataset names 2"):
+        order(hf_dataset=[one, one])
+    with pytest.raises(UserError, match=r"streaming reads whole splits, and train\[:80%\] is a part of one"):
+        order(hf_dataset=one | {"train_split": "train[:80%]"})

@@ -22,7 +22,7 @@ def write(path, separator=",", rows=ROWS, **options):
         writer.writerows(rows)
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("separator", [",", ";", *(pytest.param(one, marks=pytest.mark.weekly) for one in "\t|")])
 def test_cells_are_text(tmp_path, separator):
     for name in ("train", "validation"):
         write(tmp_path / f"{name}.csv", separator)

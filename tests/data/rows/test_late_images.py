@@ -66,8 +66,14 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "writer"),
+    [
+        pytest.param(shape, writer, marks=[pytest.mark.weekly] if writer != "Parquet" and shape != "a part" else [])
+        for shape in SHAPES
+        for writer in WRITERS
+    ],
+)
 def test_an_image_behind_many_texts_is_found(shape, writer, tmp_path, monkeypatch):
     monkeypatch.setattr("deltatune.data.rows.sources._TABLE_ROWS", 50)
     plain, pictured, types = SHAPES[shape]

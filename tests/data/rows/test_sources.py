@@ -194,11 +194,10 @@ def named_like_formats(folder):
 def test_a_folder_named_like_a_format_is_the_folder(tmp_path, tokenizer, folder, monkeypatch):
     named_like_formats(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in FORMATS:
-        for streaming in (False, True):
-            config = folder(data=name, streaming=streaming, val_batches=0)
-            found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
-            assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
+    for name, streaming in ((FORMATS[0], True), *((name, False) for name in FORMATS)):
+        config = folder(data=name, streaming=streaming, val_batches=0)
+        found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
+        assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
     split = {"path": "csv", "train_split": "train", "valid_split": "train"}
     config = dataclasses.replace(config, data=None, streaming=False, hf_dataset=split)
     assert len(load_datasets(config, tokenizer).train) == 2

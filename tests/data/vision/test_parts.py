@@ -75,16 +75,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_image_is_read_however_it_is_written(way, write, read, folder):
-    write(parts(image="a.png"))
-    (expected,) = read().train
+def test_an_image_is_read_however_it_is_written(write, read, folder):
     path = str(folder)
-    row = json.dumps(WAYS[way]).replace("FOLDER", path).replace("QUOTED", path.replace(" ", "%20"))
-    write(json.loads(row))
-    (example,) = read().train
-    assert example.tokens.tolist() == expected.tokens.tolist()
-    assert example.pictures.digests == expected.pictures.digests
+    ways = json.loads(json.dumps(WAYS).replace("FOLDER", path).replace("QUOTED", path.replace(" ", "%20")))
+    write(parts(image="a.png"), *ways.values())
+    expected, *examples = read().train
+    for way, example in zip(ways, examples, strict=True):
+        assert example.tokens.tolist() == expected.tokens.tolist(), way
+        assert example.pictures.digests == expected.pictures.digests, way
 
 
 def test_several_images_in_the_singular_are_several(write, read):

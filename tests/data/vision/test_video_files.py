@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import called, deltatune
+from console import called
 from deltatune.data.vision.videos import read_frames
 from deltatune.errors import UserError
 from films import number_of, numbered, write_video
@@ -102,8 +102,7 @@ def test_the_container_does_not_change_the_loss(tiny_vision_checkpoint, tmp_path
         messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "bars"}]
         (folder / "test.jsonl").write_text(json.dumps({"video": name, "messages": messages}) + "\n")
         model = tiny_vision_checkpoint("qwen3_5")
-        run = deltatune if name == "a.ts" else called
-        done = run("eval", "--model", model, "--data", folder, "--fps", "1")
+        done = called("eval", "--model", model, "--data", folder, "--fps", "1")
         assert done.returncode == 0, done.stderr
         losses.append(re.search(r"loss (\S+),", done.stdout).group(1))
     assert losses[0] == losses[1]
