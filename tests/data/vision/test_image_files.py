@@ -16,8 +16,6 @@ from deltatune.data.vision.images import image_file, open_image
 from deltatune.data.vision.videos import Video, VideoReader
 from deltatune.errors import UserError
 
-pytest.importorskip("mlx_vlm")
-
 SIZE = (20, 12)
 
 
