@@ -20,9 +20,9 @@ ROWS = [{"text": f"row number {number}", "note": "aside"} for number in range(20
 
 
 @pytest.fixture(autouse=True)
-def out_of_reach(monkeypatch, tmp_path):
+def out_of_reach(monkeypatch, tmp_path_factory):
     """Give the test a cache of its own, and keep it from reaching the hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
@@ -389,7 +389,6 @@ def hub(monkeypatch, tmp_path):
         return asked
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     data_sets._answers.cache_clear()
     return use
