@@ -18,11 +18,9 @@ import numpy as np
 
 from ..errors import UserError, reason
 from ..machine.environment import expanded
-from ..options.chat_template import THINKING, written_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
-from ..options.config import TrainConfig
-from ..options.data_in_memory import DataInMemory
-from ..options.values import agreeing, nearest, unknown_names
+from ..options.config import DataInMemory, TrainConfig
+from ..options.values import THINKING, agreeing, nearest, unknown_names, written_options
 from .batches.batch import pack, row_capacity
 from .batches.stream_order import ExampleStream, StreamedSplits
 from .chats.answers import note_on_ends

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..models.vision.inputs import VisionSpec, single_frames, token_positions
-from ..options.chat_template import THINKING
-from ..options.values import nearest
+from ..options.values import THINKING, nearest
 from ..upstream import hugging_face_tokenizer
 from .chats.chat import ChatTokenizer, encoded
 from .chats.rendering import ChatRow, Item, Lost, Rendered, Renderer
@@ -111,24 +110,12 @@ class MediaPlacer:
 
 
 class TextEncoder:
-    """Turns rows into examples with one tokenizer and one loss rule.
+    """Turns rows into examples with one tokenizer and one loss rule; mlx_lm.tuner.datasets gives the same tokens.
 
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-        features: The keys of a row.
-        mask_prompt: False counts every token in the loss. None and True leave prompts out; True also refuses rows of
-            plain text, which have no prompt, while None counts all of their tokens.
-        last_turn: Whether the last assistant turn of a conversation counts alone, rather than each.
-        template_options: Variables for the chat template, which those of a row override.
-        media: Places images and videos, for a model with a vision tower; None refuses rows that have some.
-
-    Attributes:
-        formats: Reads the rows, and counts their formats.
-        unwritten: How many messages, or rows for tools, have parts of each kind that the chat template does not write.
-        prompts: How many turns so far are behind a prompt with each value of enable_thinking.
-
-    Source:
-        mlx_lm.tuner.datasets, which gives the same tokens for the same row.
+    With `mask_prompt` False every token counts in the loss. None and True leave prompts out; True also refuses plain
+    text, which has none. With `last_turn` the last assistant turn of a conversation counts alone. `template_options`
+    are variables for the chat template, which those of a row override. `media` places images and videos, for a model
+    with a vision tower; None refuses rows that have some. `formats`, `unwritten` and `prompts` count as Encoded says.
     """
 
     def __init__(

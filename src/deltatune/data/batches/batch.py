@@ -30,17 +30,11 @@ COARSE_SHAPES = 8
 class RolloutBatch:
     """The sampled answers of a batch of B rows of T positions. Numbers of other positions are 0.
 
-    Distillation reads the figures and the teacher's hidden states alone.
-
-    Args:
-        figures: float32 [2, F], sums of figures, and of how many numbers each is the sum; None without figures.
-        advantages: float32 [B, T], the advantage of the answer that each target is part of.
-        sampled: float32 [B, T], the log-probability of each target when it was sampled.
-        total: float32 [], the number by which the batch's sum of losses is divided; it counts dropped answers, too.
-        old: float32 [B, T], the log-probability of each target in training before the first update; None for that of
-            the present forward pass.
-        reference: float32 [B, T], the log-probability under the reference model; None without one.
-        teacher: [B, T, E], the hidden states of a teacher; None where the step computes them.
+    `figures`, float32 [2, F], are sums, and of how many numbers each is the sum. For each target, float32 [B, T], there
+    are the advantage of its answer and its log-probability: when it was `sampled`, `old` in training before the first
+    update (None for the present forward pass), and of the `reference` model. `total`, float32 [], divides the batch's
+    sum of losses; it counts dropped answers, too. Distillation reads the figures and the hidden states of the teacher,
+    [B, T, E], alone; None where the step computes them.
     """
 
     figures: np.ndarray | None = None

@@ -46,15 +46,11 @@ Item = PlainText | Conversation
 
 @dataclass(frozen=True, slots=True)
 class ChatRow:
-    """A conversation, or its beginning, as a chat template writes it.
+    """A conversation, or the beginning of it with so many messages, as a chat template writes it.
 
-    Args:
-        text: The text.
-        turns: For each part that counts in the loss, the characters at which it may start, and at which it ends. Of
-            several starts, the first with fitting tokens is meant.
-        messages: The number of messages in the text.
-        others: Those of the starts that are behind a prompt with the other value of enable_thinking.
-        blocks: Whether the parts are the template's {% generation %} blocks.
+    `turns` hold, for each part that counts in the loss, the characters at which it may start, of which the first with
+    fitting tokens is meant, and at which it ends. `others` are those of the starts that are behind a prompt with the
+    other value of enable_thinking. With `blocks` the parts are the template's {% generation %} blocks.
     """
 
     text: str

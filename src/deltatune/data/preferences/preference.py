@@ -52,19 +52,12 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferenceBatch:
-    """The preferences of a batch: which documents belong together, and their properties. P preferences, some of them
-    blank.
+    """The P preferences of a batch, some of them blank: which documents belong together, and their properties.
 
-    The documents are numbered row by row, D in each row, and documents 2p and 2p + 1 are those of preference p.
-
-    Args:
-        documents: int32 [B, T], the number of the document within its row, from 0; D in padding.
-        numbers: int32 [P], the number of the preference in its data; -1 for a blank one.
-        present: float32 [P], 1 for a preference and 0 for a blank one.
-        desirable: float32 [P], 1 where the first document is a good answer.
-        reference: float32 [P, 2], the references of the preferences; 0 for a blank one.
-        tokens: float32 [P, 2], the number of tokens of each document's answer; 1 for a blank one.
-        lengths: float32 [P, 2], the positions of each document; 1 for a blank one.
+    `documents`, int32 [B, T], is the number of the document within its row, D in padding; of those numbered row by row,
+    2p and 2p + 1 are the documents of preference p. Of each, `numbers`, int32 [P], is its place in the data, -1 for a
+    blank one; float32 [P] are `present`, 0 for a blank one, and `desirable`, 1 where the first document is a good
+    answer. Float32 [P, 2] are the references, the tokens of each answer and the positions of each document.
     """
 
     documents: np.ndarray

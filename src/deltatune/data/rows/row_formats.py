@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UserError
-from ...options.chat_template import checked_options
 from ...options.config import nearest
+from ...options.values import checked_options
 from .unread_columns import (
     TEXT_KEYS,
     TOOLS,
@@ -68,16 +68,10 @@ class Features:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that is to be rendered.
+    """A conversation that is to be rendered, with the images and videos in its messages, in order.
 
-    Args:
-        messages: The messages, each with its role.
-        tools: The tools that the template describes to the model.
-        turns: The numbers of the messages that count in the loss; None if everything counts.
-        every_turn: Whether these are all of the assistant's turns.
-        source: Where the conversation came from, for messages to the user.
-        options: Variables for the chat template, beside those of the run.
-        media: The images and videos in its messages, in order.
+    `turns` are the numbers of the messages that count in the loss, None if everything counts; with `every_turn` they
+    are all of the assistant's. `options` are variables for the chat template, beside those of the run.
     """
 
     messages: Messages

@@ -1,14 +1,17 @@
 """Opens the tables and streams that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk.
 
+Arrow stores nested objects in columns: every object of a column gets the keys of all of them, and null under those that
+it did not have. A row written as JSON must give the same tokens before and after, so these keys are left out again.
+
 A stream is read some rows at a time and never held whole. Each reading returns the place after it, from which another
 process continues with the same rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
-import io
 import json
 import logging
 import sys
@@ -143,14 +146,20 @@ def jsonl(path: Path) -> DataTable:
 
     A UserError says that it cannot be read and, while rows are read, names the line of a bad one.
     """
-    try:
-        with path.open("rb") as file:
-            count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
-    except OSError as error:
-        raise UserError(_unreadable(path, error)) from error
+    with _readable(path), path.open("rb") as file:
+        count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     return DataTable(
-        str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: file_digest(path)
+        str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: _file_digest(path)
     )
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Within the context, a file that cannot be read is a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
 
 
 def in_memory(name: str, rows: Any) -> DataTable:
@@ -166,8 +175,7 @@ def in_memory(name: str, rows: Any) -> DataTable:
     return DataTable(name, len(rows), numbered, numbered, None)
 
 
-def file_digest(path: Path) -> bytes:
-    """Return a digest of a file's content."""
+def _file_digest(path: Path) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, _digest).digest()
 
@@ -358,26 +366,13 @@ def _arrow_tables(dataset: Any) -> Iterator[Any]:
     return dataset.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
-class _DigestFile(io.RawIOBase):
-    def __init__(self) -> None:
-        self.digest = _digest()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        self.digest.update(content)
-        return len(content)
-
-
 def _arrow_digest(dataset: Any) -> bytes:
-    import pyarrow
-
-    file = _DigestFile()
+    digest = _digest()
     for table in _arrow_tables(dataset):
-        with pyarrow.ipc.new_stream(pyarrow.PythonFile(file, "w"), table.schema) as stream:
-            stream.write_table(table)
-    return file.digest.digest()
+        digest.update(table.schema.serialize())
+        for batch in table.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.digest()
 
 
 def leave_undecoded(features: Any) -> None:
@@ -403,10 +398,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def json_file(path: Path) -> DataTable:
     """Open a .json file; UserError where it cannot be read, is not UTF-8, or holds an array that is not JSON."""
-    try:
+    with _readable(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(_unreadable(path, error)) from error
     if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return jsonl(path)
     objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
@@ -414,7 +407,7 @@ def json_file(path: Path) -> DataTable:
     def rows() -> Rows:
         return ((f"{path} row {number}", row) for number, row in enumerate(objects, 1))
 
-    return DataTable(str(path), len(objects), rows, rows, lambda: file_digest(path))
+    return DataTable(str(path), len(objects), rows, rows, lambda: _file_digest(path))
 
 
 def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
@@ -514,25 +507,17 @@ class JsonLines:
     def __init__(self, path: Path):
         self._path = path
         self.name = str(path)
-        try:
+        with _readable(path):
             path.open("rb").close()
-        except OSError as error:
-            raise UserError(_unreadable(path, error)) from error
 
     def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
         """Return up to `count` rows from a place, each with its source, and the place after them.
 
         There are fewer than `count` rows only at the end of the data.
         """
-        try:
+        with _readable(self._path):
             read = list(islice(_places(self._path, place or (0, 0)), count))
-        except OSError as error:
-            raise UserError(_unreadable(self._path, error)) from error
         return [row for row, _ in read], read[-1][1] if read else place
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"{path}: cannot be read ({error.strerror}); expected a readable file."
 
 
 @dataclass

@@ -112,15 +112,10 @@ def picture_options(options: Mapping[str, Any], adapter_path: str | None) -> dic
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """The images and videos of one example. A row of text alone has none.
+    """The images and videos of one example, in the order of its tokens. A row of text alone has none.
 
-    Args:
-        values: The row's value for each image and video, in the order of the tokens.
-        grids: The grid of patches of each.
-        digests: A digest of the content of each.
-        positions: int32 [3, N], the rotary positions (time, height, width) of each of the example's tokens.
-        spec: The token ids and sizes of the vision tower.
-        reader: The reader that opens the values.
+    Each has the value that the row gives it, which `reader` opens, its grid of patches and a digest of its content.
+    `positions`, int32 [3, N], are the rotary positions (time, height, width) of each of the example's N tokens.
     """
 
     values: tuple[Any, ...]
