@@ -125,60 +125,6 @@ def test_pairs_made_equal_by_truncation_are_left_out(read, tokenizer):
     assert any("1 pair was left out" in note for note in notes)
 
 
-REFUSED = {
-    "one side": ({"prompt": "a", "chosen": "b"}, "'rejected' is missing or null, so this is no pair"),
-    "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "'chosen' is missing or null"),
-    "no side": ({"prompt": "a", "completion": "b"}, "'completion'. To imitate answers, leave --loss out"),
-    "equal": ({"prompt": "a", "chosen": " b", "rejected": " b"}, "chosen and rejected are equal"),
-    "equal messages": ({"chosen": [QUESTION, YES], "rejected": [QUESTION, YES]}, "chosen and rejected are equal"),
-    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
-    "no prompt": ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
-    "nothing shared": ({"chosen": "a b", "rejected": "c d"}, "begin differently and there is no prompt"),
-    "no prefix": ({"prompt": "the do", "chosen": "g jumps", "rejected": "t"}, "no prefix .* merges with what follows"),
-    "repeated in what is rejected": (
-        {"prompt": [QUESTION], "chosen": [YES], "rejected": [QUESTION | {"name": None}, NO]},
-        "rejected repeats the prompt",
-    ),
-    "an answer that says nothing": (
-        {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO | {"content": " "}]},
-        "message 2: empty answer",
-    ),
-    "repeated": ({"prompt": [QUESTION], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "repeats the prompt"),
-    "other prompt": ({"prompt": "x", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "do not begin with it"),
-    "two kinds": ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "chosen a text, rejected messages"),
-    "a number": ({"prompt": "a", "chosen": 1, "rejected": "b"}, "'chosen': expected a string or a list of messages"),
-    "one is a prefix": ({"chosen": [QUESTION, YES], "rejected": [QUESTION]}, "'rejected' has no message of its own"),
-    "labelled": ({"prompt": "a", "completion": "b", "label": True}, "is for --loss kto; this loss needs pairs"),
-    "a list": ([1], "expected an object"),
-}
-
-
-@pytest.mark.bad_input("a pair of answers: {name}")
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_pairs_are_named_by_file_and_line(name, read):
-    row, message = REFUSED[name]
-    with pytest.raises(UserError, match=rf"train.jsonl:2: .*{message}"):
-        read([{"prompt": "a", "chosen": " b", "rejected": " c"}, row])
-
-
-LABELS = {
-    "a repeated prompt": (
-        {"prompt": [QUESTION], "completion": [QUESTION, YES], "label": True},
-        "2: .*repeats the prompt",
-    ),
-    "a label of another kind": ({"prompt": "a", "completion": " b", "label": "good"}, "2: 'label': expected true or"),
-    "no answer": ({"prompt": "a", "completion": None, "label": True}, "2: a prompt or a completion is missing"),
-}
-
-
-@pytest.mark.bad_input("an answer with a label: {name}")
-@pytest.mark.parametrize("name", LABELS)
-def test_bad_labels_are_named_by_file_and_line(name, read):
-    row, message = LABELS[name]
-    with pytest.raises(UserError, match=rf"train.jsonl:{message}"):
-        read([{"prompt": "a", "completion": " b", "label": True}, row], loss="kto")
-
-
 def test_empty_fields_of_a_pair_are_absent(read, tokenizer):
     pair = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
     empty = {"tool_calls": [], "name": None, "reasoning_content": ""}

@@ -82,6 +82,8 @@ def test_arguments_of_tools_are_what_the_template_takes(message):
 def test_tools_may_be_json_in_a_string():
     assert tools_of({"tools": json.dumps([TOOL])}, "file:1") == tools_of({"tools": [TOOL]}, "file:1") == [TOOL]
     assert tools_of({}, "file:1") is tools_of({"tools": None}, "file:1") is None
+    with pytest.raises(UserError, match=r"file:1: 'tools': expected JSON, got str '\[111"):
+        tools_of({"tools": f"[{'1' * 5000}]"}, "file:1")
 
 
 def test_parts_of_text_are_one_text(tokenizer):
@@ -94,43 +96,6 @@ def test_parts_of_text_are_one_text(tokenizer):
     assert one.tokens.tolist() == other.tokens.tolist()
     assert "{" not in tokenizer.decode(one.tokens)
     assert join_text_parts(said(("tool", [])), "file:1") == said(("tool", ""))
-
-
-MISTAKES = {
-    "an unknown speaker": ({"conversations": spoken(("narrator", "x"))}, 'expected "from" to be one of human'),
-    "a call that is not JSON": ({"conversations": spoken(("function_call", "find"))}, "expected JSON, got str 'find'"),
-    "a call without a name": ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}]}, "tool call 1: expected"),
-    "calls that are no list": ({"messages": [{"role": "a", "tool_calls": "find"}]}, "'tool_calls': expected a list"),
-    "arguments that are not JSON": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}]},
-        "message 1: tool call 1: 'arguments': expected JSON, got str '{a'",
-    ),
-    "arguments that are a list": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        "message 1: tool call 1: 'arguments': expected an object, or a string that holds one, got list",
-    ),
-    "an empty output": ({"instruction": "a", "output": " "}, "message 2: empty answer"),
-    "an instruction that is a number": ({"instruction": 1, "output": "b"}, "'instruction': expected a string, got int"),
-    "an empty conversation": ({"conversations": []}, "empty conversation"),
-    "an image": (
-        {"messages": said(("user", [{"type": "image", "image": "a.png"}]))},
-        "this row has images, and the model was loaded without its vision tower",
-    ),
-    "tools with a number of too many digits": (
-        {"prompt": "a", "completion": "b", "tools": f"[{'1' * 5000}]"}, "'tools': expected JSON, got str '[111",
-    ),
-    "tools that are not JSON": ({"prompt": "a", "completion": "b", "tools": "[{"}, "'tools': expected JSON, got str '"),
-}  # fmt: skip
-
-
-@pytest.mark.bad_input("a row of data with {name}")
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(tokenizer, name):
-    row, message = MISTAKES[name]
-    with pytest.raises(UserError) as caught:
-        TextEncoder(tokenizer, Features(), None)(row, "file:1")
-    assert str(caught.value).startswith("file:1: ")
-    assert message in str(caught.value)
 
 
 def test_the_formats_are_said_once(tokenizer, folder):

@@ -109,29 +109,7 @@ def test_a_list_in_a_cell_of_csv_is_read(tmp_path, folder, loaded, processors):
 
 
 NOT_READ = {
-    "a key of a part": (parts(image="a.png", scale=2), "message 1: a part with image: unknown key 'scale': it is not"),
-    "a mistyped key": (parts(image="a.png", max_pixel=9), "'max_pixel' (did you mean 'max_pixels'?)"),
-    "a video's key in an image": (parts(image="a.png", fps=2), "unknown key 'fps'"),
-    "a key of a text": (chat([{"type": "text", "text": "a", "weight": 0}]), "a part with text: unknown key 'weight'"),
-    "a key of a video": (chat([{"type": "video", "video": "a.mp4", "nframes": 4}]), "unknown key 'nframes'"),
-    "a beginning": (chat([{"type": "video", "video": "a.mp4", "video_start": 1.5}]), "unknown key 'video_start'"),
-    "OpenAI's detail": (
-        chat([{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}]), "unknown key 'detail'",
-    ),
     "Anthropic's source": (parts(source={"type": "base64", "data": TEXT}), "unknown key 'source'"),
-    "a key of a column's object": (chat("a", images=[{"path": "a.png", "max_pixels": 9}]), "unknown key 'max_pixels'"),
-    "two files": (parts(image="a.png", path="b.png"), "both 'image' and 'path'; give one of them"),
-    "one side": (parts(image="a.png", resized_height=32), "'resized_height' alone; give resized_height and resized_w"),
-    "no number": (parts(image="a.png", max_pixels="many"), "'max_pixels': expected a whole number of pixels above 0"),
-    "limits that cross": (parts(image="a.png", max_pixels=2048, min_pixels=4096), "min_pixels 4,096 is larger"),
-    "an option without a file": (chat([{"type": "image", "max_pixels": 2048}], images=["a.png"]), "names its image"),
-    "an image of a message": (
-        {"messages": [{"role": "user", "content": "a", "images": ["a.png"]}, ANSWER]}, "'images' is not read in a mess",
-    ),
-    "an image of a ShareGPT message": (
-        {"conversations": [{"from": "human", "value": "a", "image": "a.png"}, {"from": "gpt", "value": "b"}]},
-        "message 1: 'image' is not read in a message",
-    ),
     "damaged base64": (parts(base64=TEXT[:60] + "!" + TEXT[61:]), "expected bytes in base64"),
     "base64 of no image": (parts(image=base64.b64encode(b"no image " * 9).decode()), "no such file"),
     "a video in base64": (chat([{"type": "video", "video": f"data:video/mp4;base64,{TEXT}"}]), "reads no videos"),
@@ -272,28 +250,6 @@ def test_an_answer_is_learnt_letter_for_letter(write, read, loaded):
 
 
 OBJECTS = {"ref": ["a dog"], "bbox": [[1, 2, 3, 4]]}
-LOST = {
-    "a box": ({"messages": said("<image>find", "at <bbox>"), "images": ["a"], "objects": OBJECTS}, "2: <bbox> stands"),
-    "a name": ({"messages": said("find <ref-object>", "x"), "objects": OBJECTS}, "message 1: <ref-object> stands"),
-    "a sound": ({"messages": said("<audio>say", "x"), "audios": ["a.wav"]}, "message 1: <audio> stands for a value of"),
-    "a box in a part": (
-        {"messages": said([{"type": "text", "text": "<bbox>?"}], "x"), "objects": OBJECTS}, "1: <bbox> stands",
-    ),
-    "a box of a pair of texts": ({"prompt": "<bbox>", "completion": "x", "objects": OBJECTS}, "1: <bbox> stands"),
-    "a box of ShareGPT": (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "<bbox>"}], "objects": OBJECTS},
-        "message 2: <bbox> stands",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.bad_input("a mark in a text for a value that is not read: {case}")
-@pytest.mark.parametrize("case", LOST)
-def test_a_mark_for_an_unread_column_is_refused(case):
-    row, message = LOST[case]
-    with pytest.raises(UserError) as caught:
-        RowFormats(Features()).messages(row, "x:1")
-    assert message in str(caught.value)
 
 
 def test_the_same_words_without_their_columns_are_text():

@@ -227,14 +227,8 @@ BAD = {
     "small": (chat(video=["small.png"] * 2), "the model's video processor refuses it: height:8"),
     "url": (chat(video="https://example.com/a.mp4"), "expected a path; download it"),
     "number": (chat(videos=[7]), "expected the path of a video, or a list of frames, got int"),
-    "no list": (chat(videos="a.avi"), "'videos': expected a list of paths"),
-    "two columns": (chat(video="a.avi", videos=["a.avi"]), "both 'video' and 'videos'"),
-    "in two places": (chat([part("video", "a.avi")], video="b.avi"), "give all of them in one place"),
-    "more places": (chat([{"type": "video"}] * 2, video="a.avi"), "as many videos as places in the text, got 1 and 2"),
     "fps": (chat(video="a.avi", fps=0), "'fps': expected a number of frames a second above 0, got 0"),
     "own token": (chat("<video> <|video_pad|>", video="a.avi"), "4 video tokens for 3 pairs of frames"),
-    "text line": ({"text": "x", "video": "a.avi"}, "a text line has no place for a video"),
-    "no user": ({"messages": [{"role": "system", "content": "x"}], "video": "a.avi"}, "no user message"),
 }
 
 
