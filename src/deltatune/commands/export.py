@@ -138,7 +138,7 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..lora.adapter_files import head_notes, template_options, write_mlx
-    from ..options.chat_template import written_options
+    from ..options.values import written_options
 
     path = write_mlx(arguments.adapter_path, arguments.save_path)
     options = template_options(path)

@@ -15,10 +15,10 @@ import mlx.nn as nn
 
 from ..data import Splits
 from ..data.batches.order import PeekableOrder
-from ..data.chats.answer_ends import ending_answers
+from ..data.chats.answers import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference
-from ..data.prompt_rows import PromptExample
+from ..data.prompts import PromptExample
 from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
@@ -296,7 +296,7 @@ class Trainer:
         screen = parts.screen
         of_run = parts.model, parts.config, self.splits, trained, self._train_order, parts.world
         facts = announce.facts(*of_run, verbose=screen.verbose)
-        for fact in [*facts, *announce.implementations(chosen)]:
+        for fact in [*facts, *parts.samples.notes, *announce.implementations(chosen)]:
             screen.say(fact)
         screen.panel("deltatune train")
         screen.expect([*trained.figures, *router_figures(parts.model)])

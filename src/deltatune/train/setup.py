@@ -16,8 +16,8 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import Batch, BatchOrder, Splits
+from ..data.batches.batch import row_capacity
 from ..data.batches.order import AnsweredOrder
-from ..data.batches.packing import row_capacity
 from ..data.batches.stream_order import StreamedSplits, StreamOrder
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example

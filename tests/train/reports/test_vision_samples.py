@@ -56,7 +56,7 @@ def runs(model, folder, tmp_path_factory):
     """The folder of a run with samples, and that of one without."""
     target = tmp_path_factory.mktemp("runs")
     prompts = ["--sample-prompts", "why", str(folder / "asked" / "prompts.jsonl")]
-    for name, asked in (("sampled", [*prompts, "--steps-per-sample", "1", "--sample-max-tokens", "6"]), ("plain", [])):
+    for name, asked in (("sampled", [*prompts, "--steps-per-eval", "1", "--sample-max-tokens", "6"]), ("plain", [])):
         flags = options(model, folder, target / name, iters=3, dropout=0.2, **{"max-pixels": LIMIT})
         done = called("train", *flags, *asked)
         assert done.returncode == 0, done.stderr

@@ -167,9 +167,7 @@ def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:
     if not decay or not left_out:
         return []
     those = f"{len(left_out):,} norms, biases and A_log"
-    if config.decay_norm_and_bias:
-        return [Fact("weight decay", f"{decay:g}, of {those} too (decay_norm_and_bias)")]
-    return [Fact("weight decay", f"{decay:g}, but of {those} none (decay_norm_and_bias lets it take them)")]
+    return [Fact("weight decay", f"{decay:g}, but of {those} none")]
 
 
 def implementations(chosen: Rankings) -> list[str]:
