@@ -12,7 +12,7 @@ from deltatune.models.vision.inputs import ImageShapes
 from deltatune.ops import cross_entropy, layer_cut
 from deltatune.ops.attention import blocked
 from deltatune.ops.experts import block
-from deltatune.ops.gated_delta import chunking
+from deltatune.ops.gated_delta import chunk
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -110,7 +110,7 @@ def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkey
     monkeypatch.setitem(blocked._SCORES, "cpu", 1)
     monkeypatch.setitem(layer_cut.PIECE_BYTES, "cpu", 64 * 4 * SIZES["hidden_size"])
     monkeypatch.setattr(block, "CPU_CHUNK_BYTES", 1)
-    monkeypatch.setitem(chunking._GROUP_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(chunk._GROUP_ELEMENTS, "cpu", 1)
     monkeypatch.setenv("DELTATUNE_ATTENTION", "blocked")
     family, options = LONG[name]
     model = tiny_model(family, **SIZES | {"num_hidden_layers": 2, "full_attention_interval": 2})

@@ -1,4 +1,4 @@
-"""Tests the plan of a step by layers; benchmarks/layers_planned.py compares such plans with MLX's counts."""
+"""Tests the plan of a step by layers beside MLX's counts of small runs."""
 
 import contextlib
 import dataclasses

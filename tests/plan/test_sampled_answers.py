@@ -20,7 +20,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.fit import with_sampling
 from deltatune.plan.forecast import Forecast, Moment, forecast_step
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.rollouts.picture_sampler import PictureSampler
+from deltatune.train.rollouts.answer_sampler import PictureSampler
 
 ROWS, LENGTH = 128, 1024
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..data import BatchOrder, Splits
 from ..data.batches.stream_order import StreamOrder
 from ..data.preferences.preference import SLOTS
-from ..data.prompt_rows import PromptExample
+from ..data.prompts import PromptExample
 from ..data.vision.media import largest_batch
 from ..errors import UserError
 from ..layers import describe

@@ -27,9 +27,9 @@ from ..ops.tracing import trace
 from ..options.config import TrainConfig
 from ..train.batch_loss import Arrays, LossFunction, arrays
 from ..train.by_layer.layer_step import step_of
-from ..train.distillation.teacher import teacher_of
+from ..train.distillation import teacher_of
 from ..train.distributed import World
-from ..train.policy_gradient.policy_loss import needs_old
+from ..train.policy_loss import needs_old
 from ..train.setup import Training, build_step, training
 from ..train.step import Step, Sums
 from ..train.tree import leaves
