@@ -117,7 +117,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import checks_table
+
+    # Before tests are left out by their other marks.
+    config.stash[checks_table.MARKED] = checks_table.cases_of(items)
     # A process of pytest-xdist has this attribute.
     if hasattr(config, "workerinput"):
         slowest_first(items)

@@ -88,7 +88,7 @@ MISTAKES = {
     "no key": ({}, "no known format: .*got no key"),
     "a near miss": ({"mesages": []}, r"'mesages' \(did you mean 'messages'\?\)"),
     "half of a pair": ({"prompt": "a", "respons": "b"}, 'expected .*"completion".*got .prompt., .respons.'),
-    "null": ({"text": None}, "'text' is null"),
+    "null": ({"text": None}, "'text' is empty"),
     "a number": ({"text": 3}, "'text': expected a string, got int 3"),
     "a prompt that is a list": ({"prompt": ["a"], "completion": "b"}, "'prompt': expected a string, got list"),
     "messages in a string": ({"messages": "hello"}, "'messages': expected a list, got str"),

@@ -90,7 +90,7 @@ def test_a_token_takes_an_activation_a_layer_and_three(small, monkeypatch):
 
 @pytest.mark.usefixtures("waiting_queue")
 def test_the_peak_of_preferences_is_that_of_a_supervised_step(small, monkeypatch):
-    """ORPO reads the most of its answers; benchmarks/preference_memory.py plans all losses of a real size."""
+    """ORPO reads the most of its answers."""
     model, layout, pairs = small(vocab_size=VOCABULARY), ArrayLayout.measured(), ROWS // 2
 
     def planned(loss, preferences):

@@ -17,8 +17,8 @@ from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.fit import with_sampling
 from deltatune.plan.forecast import Forecast, Moment, forecast_step
-from deltatune.plan.sampled_answers import with_sampling
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.rollouts.answer_sampler import PictureSampler
 

@@ -40,6 +40,8 @@ from .updates.routers import router_figures
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
 LONGEST = 1.0
+# The answers to more prompts than these take a time that is announced.
+_FEW_PROMPTS = 3
 
 
 class StopTraining(Exception):  # noqa: N818 (a request, and no error)
@@ -213,6 +215,8 @@ class Iterations:
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
+        if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
+            parts.screen.say(f"Answering {count:,} sample prompts, --sample-max-tokens each at most.")
         try:
             answers = parts.samples.on_main(parts.world, self._ending)
         except NoResultError as error:

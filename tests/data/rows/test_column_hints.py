@@ -21,7 +21,7 @@ def refused(*names, **features):
     [
         (["question", "answer"], "--prompt-column question --completion-column answer"),
         (["id", "Question", "Answer"], "--prompt-column Question --completion-column Answer"),
-        (["Prompt", "Completion"], "--prompt-column Prompt --completion-column Completion"),
+        (["Prompt", "my answer", "Answer "], "--prompt-column Prompt --completion-column 'Answer '"),
         (["prompt", "response"], "--completion-column response"),
         (["instruction", "response"], "--prompt-column instruction --completion-column response"),
         (["dialogue"], "--chat-column dialogue"),

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
-from deltatune.machine import disk_rate, host_memory
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine import host_memory
+from deltatune.machine.disk import PageCache, disk_rate
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
@@ -110,7 +110,7 @@ def test_a_file_system_that_refuses_advice_is_read_all_the_same(folder, monkeypa
         assert_handed_out(weights, given)
         weights.close()
         assert len(advised) == 4
-        assert disk_rate.measured(linked, 0.01) > 0
+        assert disk_rate(linked, 0.01) > 0
 
 
 def started(weights, monkeypatch):

@@ -46,9 +46,7 @@ class PromptPictures:
         )
 
     def placed(self, tokens: Sequence[int], source: str) -> list[int]:
-        """Return the prompt's tokens, as the chat template wrote them, with those of images and videos repeated by
-        token_counts.
-        """
+        """Return the tokens that the chat template wrote, with those of images and videos repeated by token_counts."""
         written = np.array(tokens)
         return np.repeat(written, token_counts(written, self.sizes, self.spec, source)).tolist()
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ...errors import UserError, first_line
 from ...machine import backend, host_memory
-from ...machine.page_cache import PageCache
+from ...machine.disk import PageCache
 from ...models.checkpoint_files import weight_files
 from ...models.layer_caches import kept_by_recurrence
 from ...models.load import load_model, load_vision_tower

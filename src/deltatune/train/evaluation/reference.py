@@ -19,7 +19,7 @@ import numpy as np
 
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled

@@ -16,7 +16,7 @@ from ...data.example import Example
 from ...data.vision.media import collate_pictures
 from ...errors import NotFiniteError, UserError
 from ...machine.compiling import without_kernels
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...models.batch_decoder import ROWS, Answer, BatchDecoder, Chooser, Stops, has_row_caches
 from ...models.generated_answers import AnswerGenerator, can_be_joined
 from ...models.layer_caches import empty_caches, repeat_row

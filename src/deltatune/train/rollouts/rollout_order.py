@@ -19,7 +19,7 @@ from ...data.batches.order import BatchOrder
 from ...data.batches.packing import pack
 from ...data.example import Example
 from ...data.prompt_rows import PromptExample
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..distributed import World
 from ..evaluation.samples import written

@@ -22,7 +22,7 @@ from ...data.batches.order import AnsweredOrder, BatchOrder
 from ...data.batches.stream_order import StreamOrder
 from ...data.example import Example
 from ...lora.convert import without_adapters
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...models.load import Loaded
 from ...options.config import TrainConfig
 from ...patches import patched

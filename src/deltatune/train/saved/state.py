@@ -25,7 +25,7 @@ from mlx.utils import tree_map_with_path
 from ...errors import UserError, first_line
 from ...machine import checksum
 from ...machine.atomic_files import replace_durably
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..by_layer.store import Store
 from ..distillation import teacher_of
