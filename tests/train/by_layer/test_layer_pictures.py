@@ -78,7 +78,7 @@ def test_a_bounded_run_on_images_has_the_bits_of_one_without(tiny_vision_checkpo
     assert main(["train", *flags, "--memory", memory]) == 0
     assert "4 of 4 layers" in capsys.readouterr().out
     assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
-    flags = ["--model", str(model), "--data", str(pictures), "--batch-size", "3"]
+    flags = ["--model", str(model), "--data", str(pictures), "--batch-size", "3", "--test-batches", "1"]
     flags += ["--adapter-path", str(tmp_path / "whole")]
     assert main(["eval", *flags]) == 0
     expected = capsys.readouterr().out
