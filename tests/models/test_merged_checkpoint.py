@@ -11,9 +11,9 @@ from checkpoint_copies import copied, rewritten
 from deltatune.errors import UserError
 from deltatune.lora.tensor_files import StoredTensor, read_header, write_tensors
 from deltatune.lora.weights import dense_weight
-from deltatune.models import merged_checkpoint as merge_module
+from deltatune.models import checkpoint_writer as merge_module
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load_model
-from deltatune.models.merged_checkpoint import merge_checkpoint
 from families import FAMILIES
 from last_place import assert_same
 from saved_adapters import adapted as adapt

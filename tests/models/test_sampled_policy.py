@@ -10,9 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder
-from deltatune.models.batch_decoder import BatchDecoder
-from deltatune.models.generated_answers import AnswerGenerator, can_be_joined
-from deltatune.models.sampled_policy import EXCLUDED, SampledPolicy
+from deltatune.models.batch_decoder import AnswerGenerator, BatchDecoder, can_be_joined
+from deltatune.models.generate import EXCLUDED, SampledPolicy
 from deltatune.ops.decoding.row_caches import AttentionRows
 from deltatune.ops.recomputation import small_cases
 from deltatune.ops.tracing import trace

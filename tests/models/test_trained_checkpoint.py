@@ -11,9 +11,9 @@ from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora
 from deltatune.lora.tensor_files import read_header
 from deltatune.models.adapted_base import load as load_with_adapter
+from deltatune.models.checkpoint_files import is_trained_checkpoint
+from deltatune.models.checkpoint_writer import TrainedCheckpoint, merge_checkpoint
 from deltatune.models.load import Loaded, load, load_model, load_vision_tower
-from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.models.trained_checkpoint import TrainedCheckpoint, is_trained_checkpoint
 from deltatune.models.vocabulary import resize_embeddings
 from deltatune.options.config import LoraConfig
 from new_tokens import with_new_tokens

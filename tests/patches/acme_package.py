@@ -36,7 +36,6 @@ RECORD = Patch(
     tried=">=1.2,<1.3",
     module="acme.ops",
     name="update",
-    holders=("acme.one",),
     reason="to test",
     without="Training goes slowly.",
     replacement=replacement,

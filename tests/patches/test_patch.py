@@ -13,7 +13,7 @@ import pytest
 
 import beside
 from deltatune.machine import backend, compiling
-from deltatune.patches import PatchWarning, evidence, holders, patch
+from deltatune.patches import PatchWarning, evidence, patch
 
 pytestmark = pytest.mark.any_blas
 
@@ -83,8 +83,8 @@ def test_applied_twice_reaches_new_holders_and_reverts_once(acme):
 def test_applied_twice_looks_through_the_modules_once_each_time(acme, monkeypatch):
     """Samples and answers apply the patches within a run, in which they are in force: a pass takes some 10 ms."""
     acme("acme.one")
-    passes, read = [], holders.LoadedModules._read
-    monkeypatch.setattr(holders.LoadedModules, "_read", lambda self: passes.append(read(self)))
+    passes, read = [], evidence.LoadedModules._read
+    monkeypatch.setattr(evidence.LoadedModules, "_read", lambda self: passes.append(read(self)))
     for applied in (1, 2, 3):
         patch.apply([RECORD])
         assert len(passes) == applied

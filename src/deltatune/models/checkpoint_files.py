@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..lora.adapter_files import RUN_OPTIONS
 from ..lora.tensor_files import Header, read_header
 from ..machine.json_files import read_json
 from ..options.values import short
@@ -206,6 +207,11 @@ def weight_headers(path: Path) -> dict[str, Header]:
         _check_index(path, headers)
     _check_repeated(path, headers)
     return headers
+
+
+def is_trained_checkpoint(folder: Path) -> bool:
+    """Whether a run that trained a whole model wrote into `folder`."""
+    return (folder / RUN_OPTIONS).is_file() and any(True for _ in folder.glob(WEIGHTS))
 
 
 @contextmanager

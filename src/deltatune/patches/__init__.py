@@ -15,25 +15,19 @@ from ..layers import gated_delta_layers, is_gated_delta
 from ..machine import backend
 from . import patch
 from .patch_record import ALWAYS, INFERENCE, PACKING, TRAINING, Patch
-from .patch_report import PatchReport, PatchWarning, refuse
+from .patch_report import PatchReport, PatchWarning, explain, refuse, serving
 from .recurrence import served
 from .tables import (
-    activations,
     attention,
     delta_layers,
     experts,
-    latent_attention,
     mlx_lm,
     mlx_vlm,
     one_row_products,
     pointwise,
     products,
-    residual_norms,
-    residual_weights,
-    sorted_rows,
     state_space,
 )
-from .verify import explain, serving
 
 __all__ = [
     "ALWAYS",
@@ -60,29 +54,29 @@ PATCHES: tuple[Patch, ...] = (
     *mlx_vlm.PATCHES,
     *state_space.PATCHES,
     *experts.PATCHES,
-    *residual_weights.PATCHES,
+    *mlx_lm.RESIDUAL_WEIGHTS,
     *attention.PATCHES,
-    *latent_attention.PATCHES,
+    *attention.LATENT,
     *products.PACKED,
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (
-    *activations.PATCHES,
+    *pointwise.ACTIVATIONS,
     *pointwise.PATCHES,
     pointwise.ATTENTION,
     *delta_layers.PATCHES,
-    *residual_norms.PATCHES,
-    *sorted_rows.ON_CUDA,
-    *sorted_rows.PATCHES,
+    *pointwise.NORMS,
+    *products.WITHOUT_GAPS,
+    *products.SORTED_ROWS,
 )
 ON_METAL: tuple[Patch, ...] = (
     *delta_layers.PATCHES,
-    *activations.PATCHES,
-    *activations.OF_MLX_VLM,
-    residual_norms.NORM,
+    *pointwise.ACTIVATIONS,
+    *pointwise.ACTIVATIONS_OF_MLX_VLM,
+    pointwise.NORM,
     pointwise.ATTENTION,
-    *sorted_rows.PATCHES,
+    *products.SORTED_ROWS,
 )
 ON_CPU: tuple[Patch, ...] = products.NARROW
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import mlx.nn as nn
 
 from ..layers import describe
-from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.split import frozen_tower
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import lowest_layer

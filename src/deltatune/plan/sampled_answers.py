@@ -9,9 +9,8 @@ import mlx.nn as nn
 from ..data.batches.order import BatchOrder
 from ..data.batches.stream_order import StreamOrder
 from ..machine.compiling import without_kernels
-from ..models.batch_decoder import ROWS
+from ..models.batch_decoder import ROWS, can_be_joined
 from ..models.generate import begun, cache_bytes
-from ..models.generated_answers import can_be_joined
 from ..models.vision.split import has_vision
 from ..options.config import TrainConfig
 from ..patches import patched

@@ -15,7 +15,7 @@ from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models.load import load, new_model
-from deltatune.models.vision import frozen_tower as frozen
+from deltatune.models.vision import split as frozen
 from deltatune.models.vision.inputs import vision_batch
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig

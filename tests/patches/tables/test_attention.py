@@ -16,7 +16,7 @@ from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
 from deltatune.patches import patched, recurrence, served, whole_rows
-from deltatune.patches.tables import latent_attention
+from deltatune.patches.tables import attention as table
 from model_gradients import gradients, losses, next_token_loss, relative_errors, tokens
 
 LATENT = ("kimi_linear", "bailing", "kimi_k3")
@@ -61,7 +61,7 @@ def test_losses_and_gradients_are_upstreams_and_no_mask_is_read(tiny_model, mask
     rows = tokens(2, 41)
     with patched():  # Everything but attention is the same on both sides.
         with pytest.MonkeyPatch.context() as patch:
-            for module in (whole_rows, latent_attention):
+            for module in (whole_rows, table):
                 patch.setattr(module, "serves_attention", lambda: False)
             expected_loss, expected = gradients(model, losses, rows)
         assert set(whole_rows.served()) == {UPSTREAM}

@@ -108,9 +108,8 @@ def test_latent_attention(tiny_model, family, growth):
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen features", "a tower that trains"])
 def test_a_vision_tower(tiny_vision_model, trained, growth):
-    from deltatune.models.vision.frozen_tower import FrozenTower
     from deltatune.models.vision.inputs import blank_vision_batch
-    from deltatune.models.vision.split import vision_spec
+    from deltatune.models.vision.split import FrozenTower, vision_spec
 
     model = tiny_vision_model("qwen3_5")
     tower = FrozenTower(model)

@@ -16,7 +16,7 @@ from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
 from deltatune.patches import PATCHES, PatchWarning, patched, recurrence, served, serving
 from deltatune.patches.evidence import signature_text
-from deltatune.patches.tables import mlx_lm, residual_weights
+from deltatune.patches.tables import mlx_lm
 from model_gradients import gradients, losses, relative_errors, tokens
 
 # The layers of qwen3_5_moe that are tested here are those of qwen3_5.
@@ -33,7 +33,7 @@ def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, tra
     # On "metal", upstream's own convolution runs, which allows a close comparison.
     monkeypatch.setattr(backend, "device", lambda: "metal")
     # test_experts.py covers experts.
-    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES + residual_weights.PATCHES)
+    monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES + mlx_lm.RESIDUAL_WEIGHTS)
     model = tiny_model(family)
     model.train(training)
     rows = tokens(2, 21)

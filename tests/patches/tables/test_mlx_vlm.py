@@ -19,8 +19,8 @@ from packaging.version import Version
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.patches import PatchWarning, patched, recurrence, served, serving
+from deltatune.patches.patch_record import TRIED
 from deltatune.patches.tables import mlx_lm, mlx_vlm
-from deltatune.patches.versions import TRIED
 
 pytest.importorskip("mlx_vlm")
 import vision

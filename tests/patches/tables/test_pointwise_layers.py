@@ -14,15 +14,14 @@ from deltatune.ops.operator import first_use
 from deltatune.ops.pointwise import conv, norms, rows, silu
 from deltatune.ops.tracing import trace
 from deltatune.patches import patched
-from deltatune.patches.tables import activations as activation_records
-from deltatune.patches.tables import pointwise, residual_norms
+from deltatune.patches.tables import pointwise
 from deltatune.patches.whole_rows import PROMPT_TOKENS, whole_rows
 
 
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The patches of an NVIDIA GPU. On other machines plain forms stand for the kernels, and a list names the calls."""
-    monkeypatch.setattr(patches, "_of_device", lambda: (*activation_records.PATCHES, *pointwise.PATCHES))
+    monkeypatch.setattr(patches, "_of_device", lambda: (*pointwise.ACTIVATIONS, *pointwise.PATCHES))
     if backend.device() == "cuda":
         return
     monkeypatch.setattr(backend, "device", lambda: "cuda")
@@ -160,9 +159,9 @@ def calls(monkeypatch):
         return [x + other, mx.fast.rms_norm(x + other, weight, eps)]
 
     for name, plain in (("weighted_norm", alone), ("branch_norm", branch), ("sum_norm", of_sum)):
-        monkeypatch.setattr(residual_norms, name, plain)
-    monkeypatch.setattr(residual_norms, "serves", lambda x, weight, eps: True)
-    monkeypatch.setattr(patches, "_of_device", lambda: residual_norms.PATCHES)
+        monkeypatch.setattr(pointwise, name, plain)
+    monkeypatch.setattr(pointwise, "serves", lambda x, weight, eps: True)
+    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.NORMS)
     return names
 
 
@@ -214,7 +213,7 @@ def test_another_norm_or_dtype_keeps_the_layer(tiny_model, calls):
 @pytest.mark.skipif(backend.device() == "cuda", reason="other machines only")
 def test_other_machines_keep_upstreams():
     upstream = nn.RMSNorm.__call__
-    assert not set(residual_norms.PATCHES) & set(patches._of_device())
+    assert not set(pointwise.NORMS) & set(patches._of_device())
     with patched():
         # An Apple GPU has another one in its place (kept_inputs.py).
         assert (nn.RMSNorm.__call__ is upstream) == (backend.device() == "cpu")
@@ -226,7 +225,7 @@ def test_few_elements_stay_upstreams(monkeypatch):
     monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
     norm = nn.RMSNorm(64)
     x = mx.random.normal((1, 1, 64), key=mx.random.key(0))
-    monkeypatch.setattr(patches, "_of_device", lambda: residual_norms.PATCHES)
+    monkeypatch.setattr(patches, "_of_device", lambda: pointwise.NORMS)
     wanted = norm(x)
     with patched():
         assert mx.array_equal(norm(x), wanted)

@@ -9,20 +9,25 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.patches import small_cases
-from deltatune.patches.evidence import expected_signature, signature_text
-from deltatune.patches.holders import defined_function
-from deltatune.patches.tables import activations, delta_layers, pointwise, residual_norms
+from deltatune.patches.evidence import defined_function, expected_signature, signature_text
+from deltatune.patches.tables import delta_layers, pointwise
 
 pytestmark = pytest.mark.any_blas
 
 # nn.silu without a convolution before it is MLX's own.
-TABLES = (activations.PATCHES, activations.OF_MLX_VLM, pointwise.PATCHES, residual_norms.PATCHES, delta_layers.PATCHES)
+TABLES = (
+    pointwise.ACTIVATIONS,
+    pointwise.ACTIVATIONS_OF_MLX_VLM,
+    pointwise.PATCHES,
+    pointwise.NORMS,
+    delta_layers.PATCHES,
+)
 CHEAP = [pointwise.ATTENTION, *(record for table in TABLES for record in table)]
 RECORDS = [
     pytest.param(device, record, id=f"{device}: {record.target} {record.tried}")
     for device, group in (("metal", patches.ON_METAL), ("cuda", patches.ON_CUDA))
     for record in group
-    if record in CHEAP and record.check is not activations.IS_SILU
+    if record in CHEAP and record.check is not pointwise.IS_SILU
 ]
 
 

@@ -11,8 +11,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 from deltatune import patches, upstream
 from deltatune.machine import backend, compiling
 from deltatune.patches import patched
-from deltatune.patches.tables import sorted_rows
-from deltatune.patches.tables.sorted_rows import _agrees, _gather_mm
+from deltatune.patches.tables import products
+from deltatune.patches.tables.products import _gather_mm, _reads_right_rows
 from layouts import has_gaps, row_distance
 
 # The tuple hides the function from the patches, which would replace it in this module too.
@@ -53,11 +53,11 @@ def test_the_stand_in_has_the_fault():
     x = mx.random.normal((8, 1, 16))
     assert mx.array_equal(misread(x, EXPERTS), x)
     assert not mx.array_equal(misread(mx.expand_dims(x[:, 0], -2) * 2, EXPERTS), x * 2)
-    assert "differs from the elementwise product" in _agrees(mx.gather_mm, faulty)
+    assert "differs from the elementwise product" in _reads_right_rows(mx.gather_mm, faulty)
 
 
 def test_the_replacement_reads_the_right_rows_forward_and_backward():
-    assert _agrees(faulty, _gather_mm(faulty)) is None
+    assert _reads_right_rows(faulty, _gather_mm(faulty)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -76,7 +76,7 @@ def test_other_calls_are_upstreams(rows):
 @pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
 def test_it_is_applied_on_gpus(device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(patches, "ON_CUDA", [each for each in patches.ON_CUDA if each in sorted_rows.PATCHES])
+    monkeypatch.setattr(patches, "ON_CUDA", [each for each in patches.ON_CUDA if each in products.SORTED_ROWS])
     own = mx.gather_mm
     with patched() as report:
         assert report.complete
@@ -99,7 +99,9 @@ class Activation(nn.Module):
 @pytest.mark.parametrize("mended", [False, True])
 def test_upstreams_experts_answer_without_kernels(mended, monkeypatch):
     """40 tokens of a prompt go through mlx-lm's layer; its unfused activation leaves a stride of 0."""
-    record = replace(sorted_rows.PATCHES[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty)
+    record = replace(
+        products.SORTED_ROWS[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty
+    )
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(patches, "ON_CUDA", [record])
     mx.random.seed(0)
@@ -135,7 +137,7 @@ def halves():
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [True, True]), ("cuda", [False, False])])
 def test_slices_are_copied_on_cuda(device, expected, halves, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(patches, "ON_CUDA", sorted_rows.ON_CUDA)
+    monkeypatch.setattr(patches, "ON_CUDA", products.WITHOUT_GAPS)
     model = Model()
     with patched() as report:
         model.load_weights(halves)
@@ -148,7 +150,7 @@ def test_slices_are_copied_on_cuda(device, expected, halves, monkeypatch):
 @pytest.mark.any_blas
 def test_files_and_strictness_are_upstreams(halves, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(patches, "ON_CUDA", sorted_rows.ON_CUDA)
+    monkeypatch.setattr(patches, "ON_CUDA", products.WITHOUT_GAPS)
     mx.save_safetensors(str(tmp_path / "w.safetensors"), dict(halves))
     with patched():
         assert mx.array_equal(Model().load_weights(str(tmp_path / "w.safetensors")).up.weight, halves[1][1])

@@ -121,7 +121,7 @@ def test_an_answer_to_pictures_within_a_bound_is_the_one_without(tiny_vision_che
 COUNTED = """
 import json, sys
 from deltatune.cli import main
-from deltatune.models.vision.frozen_tower import FrozenTower
+from deltatune.models.vision.split import FrozenTower
 
 kept, plain = [0], FrozenTower.__call__
 

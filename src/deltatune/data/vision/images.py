@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError, reason
+from ...models.load import needs_torch
 from ...models.vision.inputs import Picture
-from ...models.vision.load import needs_torch
 from .image_files import SizedImage, file_content, image_file, name_of, open_image
 
 # The longer side of a thumbnail.

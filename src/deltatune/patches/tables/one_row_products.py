@@ -85,13 +85,6 @@ def _matmul(upstream: Function) -> Function:
     return matmul
 
 
-def _operator(upstream: Function) -> Function:
-    def __matmul__(self: mx.array, other: Any) -> Any:  # noqa: N807
-        return _product(upstream, self, other, {})
-
-    return __matmul__
-
-
 def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any:
     """a @ b, [..., M, K] x [..., K, N] or vectors, such that no dimension of `upstream`'s operands is 1."""
     if not (isinstance(a, mx.array) and isinstance(b, mx.array)) or 0 in (a.ndim, b.ndim):
@@ -242,8 +235,8 @@ def _slid(*extent: int) -> Function:
 
 PATCHES = (
     _record("matmul", _matmul, lambda f, x: f(x, _weight(3, 4))),
-    _record("array.__matmul__", _operator, lambda f, x: f(x, _weight(3, 4))),
-    _record("array.__imatmul__", _operator, lambda f, x: f(x + 0, _weight(3, 3))),
+    _record("array.__matmul__", _matmul, lambda f, x: f(x, _weight(3, 4))),
+    _record("array.__imatmul__", _matmul, lambda f, x: f(x + 0, _weight(3, 3))),
     _record("addmm", _addmm, lambda f, x: f(_weight(4), x, _weight(3, 4), 0.5, 2.0)),
     _record("inner", _inner, lambda f, x: f(x, _weight(4, 3))),
     _record("gather_mm", _gather_mm, _gathered),

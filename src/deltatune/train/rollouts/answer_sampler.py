@@ -12,10 +12,9 @@ import numpy as np
 from ...data.example import Example
 from ...errors import UserError
 from ...machine.compiling import without_kernels
-from ...models.batch_decoder import ROWS, BatchDecoder, Stops, has_row_caches
-from ...models.generated_answers import AnswerGenerator, can_be_joined
+from ...models.batch_decoder import ROWS, AnswerGenerator, BatchDecoder, Stops, can_be_joined, has_row_caches
+from ...models.generate import SampledPolicy
 from ...models.load import Loaded
-from ...models.sampled_policy import SampledPolicy
 from ...models.vision.split import has_vision
 from ...options.config import TrainConfig
 from ..evaluation.evaluate import inferring

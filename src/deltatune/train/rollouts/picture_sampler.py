@@ -14,8 +14,7 @@ from ...errors import NotFiniteError
 from ...machine.numpy_arrays import as_numpy
 from ...models.batch_decoder import Answer, Chooser, Stops
 from ...models.layer_caches import empty_caches, repeat_row
-from ...models.vision.frozen_tower import frozen_tower
-from ...models.vision.split import split_vision, vision_arrays
+from ...models.vision.split import frozen_tower, split_vision, vision_arrays
 
 
 class PictureSampler:
