@@ -15,7 +15,7 @@ import beside
 from deltatune import patches
 from deltatune.errors import UserError
 from deltatune.patches import TRAINING, PatchWarning, evidence, patch
-from deltatune.patches.patch_record import SETTLED
+from deltatune.patches.patch_record import SETTLED, TRIED
 
 pytestmark = pytest.mark.any_blas
 
@@ -40,19 +40,21 @@ def test_every_record_passes_with_the_installed_versions(tmp_path, monkeypatch):
         assert report.applied
 
 
-def test_another_version_is_applied_where_the_evidence_is_for_it_and_is_said(acme):
+def test_another_version_is_applied_where_the_evidence_is_for_it_and_is_said(acme, monkeypatch):
     one = acme("acme.one")
-    report = patch.apply([dataclasses.replace(RECORD, tried=">=1.0,<=1.1.5")])
+    monkeypatch.setitem(TRIED, "acme", ">=1.0,<=1.1.5")
+    report = patch.apply([RECORD])
     assert one.update(2) == ("ours", 2)
     assert report.complete
     assert report.untried == ["acme 1.2.3 has not been tried with this deltatune; 1 of 1 functions behave as in 1.1.5."]
 
 
-def test_of_several_records_that_no_version_chooses_the_evidence_does(acme):
+def test_of_several_records_the_evidence_chooses_the_first_that_fits(acme):
     acme("acme.ops")
-    wrong = dataclasses.replace(RECORD, tried="<=1.1", check=lambda upstream, ours: "it differs.")
-    right = dataclasses.replace(RECORD, tried="<=1.0")
-    assert patch.apply([wrong, right]).applied[0].patch is right
+    other = dataclasses.replace(RECORD, signature="(x)")
+    wrong = dataclasses.replace(RECORD, check=lambda upstream, ours: "it differs.")
+    right = dataclasses.replace(RECORD, reason="another")
+    assert patch.apply([other, wrong, right, RECORD]).applied[0].patch is right
 
 
 def test_outcome_of_one_record_does_not_count_for_another(acme):

@@ -10,11 +10,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune import patches
-from deltatune.layers import ENTRY_POINT
 from deltatune.machine import backend
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
-from deltatune.patches import PATCHES, PatchWarning, patched, recurrence, served, serving
+from deltatune.patches import PatchWarning, patched, recurrence, served, serving
 from deltatune.patches.evidence import signature_text
 from deltatune.patches.tables import mlx_lm
 from model_gradients import gradients, losses, relative_errors, tokens
@@ -117,10 +116,15 @@ def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
     assert mx.abs(actual - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize(
-    "record", [p for p in PATCHES if p.name == ENTRY_POINT], ids=lambda record: f"{record.module} {record.tried}"
-)
-def test_every_version_of_the_function_is_called_as_its_callers_do(record):
+# The signatures of the function in mlx-lm, and in mlx-vlm 0.7.0 and later.
+PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
+STEPS = ", state_steps=None, cache=None, cache_index=1"
+VERSIONS = [PLAIN.replace("use", "*, use") + ", lower_bound=None, allow_neg_eigval=False"]
+VERSIONS += [PLAIN + bound + steps for bound in ("", ", lower_bound=None") for steps in ("", STEPS)]
+
+
+@pytest.mark.parametrize("parameters", VERSIONS)
+def test_every_version_of_the_function_is_called_as_its_callers_do(parameters):
     """The replacement has the version's signature and takes calls as its models make them, installed or not."""
     calls = []
 
@@ -128,18 +132,25 @@ def test_every_version_of_the_function_is_called_as_its_callers_do(record):
         calls.append((len(arguments), options))
         return arguments[2], arguments[7]
 
-    upstream.__signature__ = inspect.signature(eval(f"lambda {record.signature[1:-1]}: None"))
-    ours = record.replacement(upstream)
-    assert signature_text(ours) == record.signature
+    upstream.__signature__ = inspect.signature(eval(f"lambda {parameters}: None"))
+    ours = recurrence.update(upstream)
+    assert signature_text(ours) == f"({parameters})"
     with pytest.raises(TypeError, match="missing a required argument: 'q'"):
         ours()
     arrays = [mx.ones((1, 1, 1, 4))] * 3 + [mx.ones((1, 1, 1))] * 2 + [mx.ones(1)] * 2
     state = mx.ones((1, 1, 4, 4))
-    if "*" not in record.signature:
+    if "*" not in parameters:
         ours(*arrays, state, None, True)
     ours(*arrays, state, None, use_kernel=True)
     assert {(count, options.pop("use_kernel")) for count, options in calls} == {(9, True)}
     assert all(set(options) <= upstream.__signature__.parameters.keys() for _, options in calls)
+
+
+def test_a_parameter_that_nobody_knows_is_refused():
+    def upstream(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True, decay=2):
+        raise AssertionError("not called")
+
+    assert "decay was not expected" in mlx_lm._same_update(upstream, None)
 
 
 @pytest.mark.parametrize("use_kernel", [False, True])

@@ -24,7 +24,7 @@ TABLES = (
 )
 CHEAP = [pointwise.ATTENTION, *(record for table in TABLES for record in table)]
 RECORDS = [
-    pytest.param(device, record, id=f"{device}: {record.target} {record.tried}")
+    pytest.param(device, record, id=f"{device}: {record.target}")
     for device, group in (("metal", patches.ON_METAL), ("cuda", patches.ON_CUDA))
     for record in group
     if record in CHEAP and record.check is not pointwise.IS_SILU
