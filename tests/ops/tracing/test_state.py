@@ -40,6 +40,7 @@ BY_IDENTITY = {
     "ops.tracing.known": "arrays: the one table of them",
     "ops.watched_calls": "modules, in the context that changes their classes",
     "patches.evidence": "functions of upstream, which live as long as their modules",
+    "patches.patch_report": "the objects above a call, compared with the layers of a model",
     "patches.whole_rows": "the objects above a call, while somebody asks who calls",
 }
 _CHANGING = {
