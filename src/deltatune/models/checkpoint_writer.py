@@ -236,12 +236,15 @@ class TrainedCheckpoint:
     def __init__(self, model: nn.Module, base: Path, scratch_config: Mapping[str, Any] | None = None):
         self._model = model
         self._base = base
-        self._config = grown_config(model, base) if scratch_config is None else _scratch_config(model, scratch_config)
         self._names: StoredNames | None = None
         self._ends = unwritten_ends(base)
         self.note: str | None = None
         if scratch_config is not None:
+            # The weights of a vision tower will be missing where the model was made without one.
+            left = () if has_vision(model) else ("vision_config",)
+            self._config = {key: value for key, value in scratch_config.items() if key not in left}
             return
+        self._config = grown_config(model, base)
         try:
             self._names = StoredNames(model, base)
             self._names.write_back(self._trained(), [])
@@ -288,11 +291,6 @@ def grown_config(model: nn.Module, base: Path) -> dict[str, Any]:
         before = table.base["weight"].shape[0]
         config = with_vocab_size(config, before, table.rows) if table.rows > before else config
     return config
-
-
-def _scratch_config(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without a vision tower where the model was made without one, since its weights will be missing."""
-    return {key: value for key, value in config.items() if key != "vision_config" or has_vision(model)}
 
 
 def changes_from(base: Path, trained: Path) -> tuple[Changes, dict[str, Any]]:

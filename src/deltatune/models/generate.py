@@ -278,10 +278,6 @@ class SampledPolicy:
         """Whether it is the model's own distribution."""
         return self == SampledPolicy()
 
-    @property
-    def _restricts(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.excluded)
-
     def logits(self, logits: mx.array) -> mx.array:
         """Return the logits [..., V] of the policy in fp32, from those of the model; excluded tokens have EXCLUDED."""
         logits = logits.astype(mx.float32) / self.temperature
@@ -322,7 +318,7 @@ class SampledPolicy:
             sample = sampled_token if serves(logits) else sampled_token_naive
             # TRL's entropy averages -log p of the logits without restrictions, too.
             tokens, figures, following = sample(logits, keys[0], self.temperature)
-            if self._restricts:
+            if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.excluded:
                 restricted = self.logits(logits)
                 tokens = mx.random.categorical(restricted, key=mx.random.split(keys[0][:2])[1]).astype(mx.int32)
                 of_tokens = mx.take_along_axis(restricted, tokens[:, None], axis=-1)[:, 0]

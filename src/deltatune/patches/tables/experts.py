@@ -241,8 +241,8 @@ def _switch_record(
 ) -> Patch:
     """The record of a layer of experts; `more` make the arguments behind the indices."""
     check = same_layer(layer_input, _chosen, *more, build=lambda cls: cls(WIDTH, 8, 4))
-    target = {"module": f"{package}.models.switch_layers", "name": f"{name}.__call__"}
-    return Patch(**_RECORD, **target, replacement=replacement, check=check)
+    module = f"{package}.models.switch_layers"
+    return Patch(**_RECORD, module=module, name=f"{name}.__call__", replacement=replacement, check=check)
 
 
 _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
