@@ -70,7 +70,8 @@ def test_the_doctor_names_a_known_fault(model, monkeypatch):
     """Whatever else it says, which takes it seconds."""
     for module, name in ((implementations, "findings"), (implementations, "times"), (probes, "faults")):
         monkeypatch.setattr(module, name, list)
-    monkeypatch.setattr(implementations, "build", lambda builders: None)
+    for module, name in ((implementations, "build"), (examination, "sweep")):
+        monkeypatch.setattr(module, name, lambda _: [])
     monkeypatch.setattr(examination, "_patched", lambda: contextlib.nullcontext(examination.Patches()))
     assert f"! {SENTENCE}" in words(called("doctor", "--model", model))
 
