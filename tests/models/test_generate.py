@@ -21,7 +21,6 @@ from deltatune.ops.tracing import trace
 from deltatune.ops.tracing.trace import Factors
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patch, patched
-from deltatune.patches.tables.mlx_lm import UPDATE
 from saved_adapters import moved
 
 
@@ -81,14 +80,14 @@ def test_answers_are_given_under_the_patches(loaded, answers, name, monkeypatch)
     monkeypatch.setattr(answer, "is_covered", lambda _: False)
 
     def upstream(*arguments, **options):
-        found.append(patch.in_force(UPDATE))
+        found.append(patch.in_force("mlx_lm.models.gated_delta.gated_delta_update"))
         return SimpleNamespace(token_ids=[]) if module is answer else iter(())
 
     monkeypatch.setattr(module, name, upstream)
     answers(loaded)
     assert found
     assert all(found)
-    assert patch.in_force(UPDATE) is None
+    assert patch.in_force("mlx_lm.models.gated_delta.gated_delta_update") is None
 
 
 def by_definition(logits, temperature, top_k, top_p, min_p):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from ..layers import gated_delta_layers, is_gated_delta
+from ..layers import gated_delta_layers
 from ..machine import backend
 from . import patch
 from .patch_record import ALWAYS, INFERENCE, PACKING, TRAINING, Patch
@@ -38,8 +38,6 @@ __all__ = [
     "Patch",
     "PatchReport",
     "PatchWarning",
-    "gated_delta_layers",
-    "is_gated_delta",
     "left_alone_for",
     "patched",
     "refuse",
@@ -152,7 +150,9 @@ def patched(
         if model is not None and TRAINING in uses:
             layers = gated_delta_layers(model)
             report.serving = serving(model, rows)
-            report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
+            report.unreached += [
+                explain(path, layers[path]) for path, serves in report.serving.delta.items() if not serves
+            ]
         if model is not None and strict:
             refuse(report, model, uses)
         patch.warn(report)

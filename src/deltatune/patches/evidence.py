@@ -197,7 +197,9 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
         return f"{first.package} does not state its version."
     upstream = defined_function(first)
     if upstream is None:
-        return _absent(first, version)
+        if attribute_of(first) is None:
+            return f"{first.package} {version} has no such function any more."
+        return f"something else has replaced it, and no loaded module holds {first.package}'s own function."
     signature = signature_text(upstream) if isinstance(upstream, FunctionType) else ""
     problem = None
     for patch in records:
@@ -218,12 +220,6 @@ def expected_signature(patch: Patch, upstream: Function) -> str:
     if patch.signature is not None or not isinstance(upstream, FunctionType):
         return patch.signature or ""
     return signature_text(patch.replacement(upstream))
-
-
-def _absent(patch: Patch, version: str) -> str:
-    if attribute_of(patch) is None:
-        return f"{patch.package} {version} has no such function any more."
-    return f"something else has replaced it, and no loaded module holds {patch.package}'s own function."
 
 
 def signature_text(function: Function) -> str:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..layers import ENTRY_POINT, LayerInfo, describe, gated_delta_layers, logits_of, state_space_layers
+from ..layers import ENTRY_POINT, describe, gated_delta_layers, logits_of, state_space_layers
 from ..ops.operator.foresight import foreseen
 from ..ops.tracing.dispatch import NotedCall
 from .patch_record import Patch, is_tried, latest
@@ -50,7 +50,10 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
     mixers, others = gated_delta_layers(model), state_space_layers(model)
     if not (mixers or others):
         return Serving()
-    layers = _layers(model)
+    try:
+        layers = describe(model)
+    except UserError:
+        layers = []  # A model without a list of layers has none that could be named.
     attending = [layer for layer in layers if layer.kind == "attention"]
     routing = [layer for layer in layers if layer.experts]
 
@@ -68,13 +71,6 @@ def serving(model: nn.Module, rows: int = 1) -> Serving:
         {layer.path: names.get(("experts", id(layer.module)), "") for layer in routing},
         {path: names.get(("linear attention", id(mixer)), "") for path, mixer in others.items()},
     )
-
-
-def _layers(model: nn.Module) -> list[LayerInfo]:
-    try:
-        return describe(model)
-    except UserError:
-        return []  # A model without a list of layers has none that could be named.
 
 
 def explain(path: str, layer: nn.Module) -> str:
@@ -135,11 +131,6 @@ class PatchReport:
     waiting: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
     serving: Serving = field(default_factory=Serving)
-
-    @property
-    def layers(self) -> dict[str, str]:
-        """The implementation of each gated-delta layer of the model that was traced (Serving.delta)."""
-        return self.serving.delta
 
     @property
     def complete(self) -> bool:

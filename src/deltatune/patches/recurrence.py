@@ -20,12 +20,10 @@ from ..ops.gated_delta.trial_case import Call
 from ..ops.operator import candidates
 from ..ops.pointwise import gating
 from ..ops.tracing import dispatch, trace
-from .whole_rows import PROMPT_TOKENS, note_call, of_a_row
+from .whole_rows import OURS, PROMPT_TOKENS, UPSTREAM, note_call, of_a_row
 
-# Who may serve a call; the keys of the counter that served() returns.
-OURS = "deltatune"
+# It may serve a call besides OURS and UPSTREAM; they are the keys of the counter that served() returns.
 BACKWARD = "upstream forward, deltatune backward"
-UPSTREAM = "upstream"
 
 Update = Callable[..., tuple[mx.array, mx.array]]
 
@@ -44,11 +42,6 @@ def served() -> Counter[str]:
     A compiled function counts once per trace, however often it runs.
     """
     return Counter(dispatch.current().recurrences)
-
-
-def reset() -> None:
-    """Set the counts of served() back to zero."""
-    dispatch.current().recurrences.clear()
 
 
 def update(upstream: Update) -> Update:

@@ -118,28 +118,9 @@ def served() -> Counter[str]:
 
 
 def reset() -> None:
-    """Set the counts of served() back to zero."""
+    """Set the counts of served() back to zero, and those of the recurrence."""
     dispatch.current().attentions.clear()
-
-
-def marking(upstream: Function) -> Function:
-    """Build the replacement of a transform that returns a function, mx.grad or mx.value_and_grad.
-
-    Calls of the function are marked and not only of the function that it differentiates: the backward pass of a
-    checkpoint runs a layer again when that function has returned.
-    """
-
-    @wraps(upstream)
-    def transform(*arguments: Any, **options: Any) -> Function:
-        differentiate = upstream(*arguments, **options)
-
-        def marked(*arguments: Any, **keywords: Any) -> Any:
-            with whole_rows():
-                return differentiate(*arguments, **keywords)
-
-        return marked
-
-    return transform
+    dispatch.current().recurrences.clear()
 
 
 def whole(upstream: Function) -> Function:
@@ -151,6 +132,20 @@ def whole(upstream: Function) -> Function:
             return upstream(*arguments, **keywords)
 
     return marked
+
+
+def marking(upstream: Function) -> Function:
+    """Build the replacement of a transform that returns a function, mx.grad or mx.value_and_grad.
+
+    Calls of the function are marked and not only of the function that it differentiates: the backward pass of a
+    checkpoint runs a layer again when that function has returned.
+    """
+
+    @wraps(upstream)
+    def transform(*arguments: Any, **options: Any) -> Function:
+        return whole(upstream(*arguments, **options))
+
+    return transform
 
 
 def attending(upstream: Function) -> Function:

@@ -138,7 +138,6 @@ def test_without_a_gradient_whole_rows_and_decoding_have_upstreams_bits(tiny_mod
                 module._set_training_mode(training)
         with patched():
             whole_rows.reset()
-            recurrence.reset()
             actual = infer()
         assert set(whole_rows.served()) == {UPSTREAM}
         assert set(served()) == ({recurrence.BACKWARD, recurrence.UPSTREAM} if gated_delta_layers(model) else set())

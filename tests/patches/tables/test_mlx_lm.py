@@ -15,7 +15,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops.causal_conv import causal_conv
 from deltatune.ops.segments import segments
-from deltatune.patches import PatchWarning, patched, recurrence, served, serving
+from deltatune.patches import PatchWarning, patched, recurrence, served, serving, whole_rows
 from deltatune.patches.evidence import signature_text
 from deltatune.patches.patch import in_force
 from deltatune.patches.tables import mlx_lm
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_upstreams(tiny_model, monkeypatch, family, tra
     expected_logits = model(rows)
     with patched(model) as report:
         assert report.complete, str(report)
-        recurrence.reset()
+        whole_rows.reset()
         loss, actual = gradients(model, losses, rows)
         logits = model(rows)
     assert set(served()) == {recurrence.OURS if training else recurrence.BACKWARD}
@@ -119,7 +119,7 @@ def test_a_prompt_off_metal_is_ours(tiny_model, monkeypatch, family, device):
     expected = read()
     mx.eval(expected)
     with patched():
-        recurrence.reset()
+        whole_rows.reset()
         actual = read()
         served_by = served()
     assert served_by[recurrence.OURS] == served_by[recurrence.UPSTREAM] > 0
@@ -183,7 +183,7 @@ def test_a_state_of_its_own(tiny_model, use_kernel, length):
     with patched():
         from mlx_lm.models.gated_delta import gated_delta_update as ours
 
-        recurrence.reset()
+        whole_rows.reset()
         actual = mx.value_and_grad(loss, argnums=every)(ours, *arrays)
         assert set(served()) == {recurrence.OURS if length > 1 and not use_kernel else recurrence.UPSTREAM}
     assert mx.allclose(expected[0], actual[0], rtol=1e-5)

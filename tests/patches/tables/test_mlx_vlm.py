@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from deltatune import patches
 from deltatune.machine import backend
-from deltatune.patches import PatchWarning, patched, recurrence, served, serving
+from deltatune.patches import PatchWarning, patched, recurrence, served, serving, whole_rows
 from deltatune.patches.patch_record import TRIED
 from deltatune.patches.tables import mlx_lm, mlx_vlm
 
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, fami
     with patched(model) as report:
         assert report.complete, str(report)
         assert all(serving(model).delta.values())
-        recurrence.reset()
+        whole_rows.reset()
         loss, actual = gradients(fresh(model).language_model, losses, rows)
         logits = fresh(model)(rows).logits
     assert set(served()) == {recurrence.OURS if training else recurrence.BACKWARD}
@@ -82,7 +82,7 @@ def test_decoding_is_upstreams_bit_for_bit(tiny_vision_model, family):
     expected = decode()
     mx.eval(expected)
     with patched():
-        recurrence.reset()
+        whole_rows.reset()
         actual = decode()
         assert served()[recurrence.UPSTREAM]
         assert not served()[recurrence.OURS]
@@ -107,7 +107,7 @@ def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
     expected = verify()
     mx.eval(expected)
     with patched():
-        recurrence.reset()
+        whole_rows.reset()
         actual = verify()
         assert not served()[recurrence.OURS]
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
@@ -122,7 +122,7 @@ def test_a_call_with_state_steps_stays_upstreams(steps):
     arrays += [mx.random.normal((1, 5, 2)) for _ in range(2)] + [mx.zeros(2), mx.ones(2)]
     expected = gated_delta.gated_delta_update(*arrays, state_steps=steps)
     with patched():
-        recurrence.reset()
+        whole_rows.reset()
         actual = gated_delta.gated_delta_update(*arrays, state_steps=steps)
         assert set(served()) == {recurrence.UPSTREAM if steps else recurrence.BACKWARD}
     assert len(actual) == len(expected) == (3 if steps else 2)

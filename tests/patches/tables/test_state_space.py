@@ -18,8 +18,8 @@ from deltatune.ops.layer_cut import TOKENS, LayerCut
 from deltatune.ops.segments import segments
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched, served
-from deltatune.patches.recurrence import OURS, UPSTREAM, reset
 from deltatune.patches.tables import state_space
+from deltatune.patches.whole_rows import OURS, UPSTREAM, reset
 from families import LINEAR_ATTENTION
 from transformers_saves import recorded_save
 

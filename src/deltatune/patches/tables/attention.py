@@ -23,12 +23,10 @@ from ..patch_record import PACKING, Check, Function, Patch
 from ..small_cases import alike, causal, describe_difference, drawn, layer_input, results, same_layer
 from ..whole_rows import attending, marking, remembering, serves_attention, whole, whole_rows
 
-_REASON = "its backward pass keeps the matrix of all scores, which grows with the square of the length"
 _UNMARKED = (
     "Gradients that are taken through it then keep MLX's own attention, whose memory grows with the square of the "
     "length."
 )
-_READ = "The mask of a window is then read as a matrix, which takes a byte for each pair of positions."
 
 
 def _is_softmax_attention(upstream: Function, _ours: Function) -> str | None:
@@ -162,7 +160,7 @@ _MARK: dict[str, Any] = {
 _MASK: dict[str, Any] = {
     "name": "create_causal_mask",
     "reason": "deltatune's attention needs to know the window, and not the mask",
-    "without": _READ,
+    "without": "The mask of a window is then read as a matrix, which takes a byte for each pair of positions.",
     "replacement": remembering,
     "check": _is_window,
 }
@@ -178,7 +176,7 @@ PATCHES = (
         "fast.scaled_dot_product_attention",
         attending,
         _is_softmax_attention,
-        reason=_REASON,
+        reason="its backward pass keeps the matrix of all scores, which grows with the square of the length",
         without=_UNMARKED,
     ),
     Patch("mlx.core", "value_and_grad", marking, _gradient_alike(_of_gradient), **_MARK),

@@ -39,8 +39,6 @@ from ..small_cases import (
     same_layer,
 )
 
-UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
-
 MIXED = "Packed documents then influence one another; training without packing is not affected."
 
 

@@ -9,13 +9,14 @@ Versions read: 0.7.0 to 0.7.6, 0.7.8 to 0.7.10.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...upstream import DEEPSTACK
-from ..patch_record import ALWAYS, SETTLED, TRAINING, Check, Function, Patch
+from ..patch_record import ALWAYS, SETTLED, TRAINING, Function, Patch
 from ..small_cases import BOUND, WIDTH, built, describe_difference, drawn, of_config
 from .mlx_lm import ATTENTION_MASK, UPDATE_OF_LAYERS
 
@@ -58,18 +59,29 @@ def _mlp(activation: Function) -> Function:
     return __call__
 
 
-def _has_the_other_gelu(other: Function, build: Any, *shape: int) -> Check:
-    """Build a check: upstream must agree with `other`, or else have mended it."""
+def _gelu_record(
+    name: str, forward: Callable[[Function], Function], right: Function, wrong: Function, build: Any
+) -> Patch:
+    """The record of a layer with the wrong GELU: upstream must agree with that, or else have mended it."""
 
     def check(upstream: Function, ours: Function) -> str | None:
         layer = built(upstream, build)
-        x = 2 * drawn(0, *shape)
+        x = 2 * drawn(0, 4, WIDTH)
         # The two GELUs differ by about 1e-4 of their results here.
         if describe_difference([upstream(layer, x)], [ours(layer, x)], 1e-5, "ours") is None:
             return SETTLED
-        return describe_difference([upstream(layer, x)], [other(layer, x)], 1e-5, "both ways to exchange the GELUs")
+        other = forward(wrong)(layer, x)
+        return describe_difference([upstream(layer, x)], [other], 1e-5, "both ways to exchange the GELUs")
 
-    return check
+    return Patch(
+        module="mlx_vlm.models.qwen3_vl_moe.vision",
+        name=f"{name}.__call__",
+        reason="Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
+        without="Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
+        needed_for=ALWAYS,
+        replacement=lambda _: forward(right),
+        check=check,
+    )
 
 
 def _deepstack(upstream: Function) -> Function:
@@ -102,28 +114,11 @@ _DEEPSTACK: dict[str, Any] = {
     "replacement": _deepstack,
     "check": _adds_features,
 }
-_GELUS: dict[str, Any] = {
-    "module": "mlx_vlm.models.qwen3_vl_moe.vision",
-    "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
-    "without": "Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
-    "needed_for": ALWAYS,
-}
-
 VISION = (
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl.language", name=f"Qwen3VLModel.{DEEPSTACK}"),
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl_moe.language", name=f"Qwen3VLMoEModel.{DEEPSTACK}"),
-    Patch(
-        **_GELUS,
-        name="PatchMerger.__call__",
-        replacement=lambda _: _merger(nn.gelu),
-        check=_has_the_other_gelu(_merger(nn.gelu_approx), of_config, 4, WIDTH),
-    ),
-    Patch(
-        **_GELUS,
-        name="MLP.__call__",
-        replacement=lambda _: _mlp(nn.gelu_approx),
-        check=_has_the_other_gelu(_mlp(nn.gelu), lambda cls: cls(WIDTH, WIDTH), 4, WIDTH),
-    ),
+    _gelu_record("PatchMerger", _merger, nn.gelu, nn.gelu_approx, of_config),
+    _gelu_record("MLP", _mlp, nn.gelu_approx, nn.gelu, lambda cls: cls(WIDTH, WIDTH)),
 )
 PATCHES = (
     # It stands before the blocks of experts, whose checks run such routers.

@@ -211,19 +211,11 @@ def _record(name: str, replacement: Function, call: Function) -> Patch:
     return Patch("mlx.core", name, replacement, _agrees(call), reason=reason, without=_WITHOUT, needed_for=ALWAYS)
 
 
-def _gathered(function: Function, x: mx.array) -> mx.array:
-    return function(x[None], _weight(2, 3, 4), rhs_indices=mx.array([1]))[0]
-
-
 def _attended(function: Function, x: mx.array) -> mx.array:
     q = mx.stack([x, x + 1])[None]
     k = _weight(1, 1, 4, 3)
     v = _weight(1, 1, 4, 3) + 1
     return function(q, k, v, scale=0.5).swapaxes(1, 2).reshape(len(x), -1)
-
-
-def _segmented(function: Function, x: mx.array) -> mx.array:
-    return function(x, _weight(3, 4), mx.array([[0, 3]], mx.uint32))[0]
 
 
 def _slid(*extent: int) -> Function:
@@ -239,8 +231,8 @@ PATCHES = (
     _record("array.__imatmul__", _matmul, lambda f, x: f(x + 0, _weight(3, 3))),
     _record("addmm", _addmm, lambda f, x: f(_weight(4), x, _weight(3, 4), 0.5, 2.0)),
     _record("inner", _inner, lambda f, x: f(x, _weight(4, 3))),
-    _record("gather_mm", _gather_mm, _gathered),
-    _record("segmented_mm", _segmented_mm, _segmented),
+    _record("gather_mm", _gather_mm, lambda f, x: f(x[None], _weight(2, 3, 4), rhs_indices=mx.array([1]))[0]),
+    _record("segmented_mm", _segmented_mm, lambda f, x: f(x, _weight(3, 4), mx.array([[0, 3]], mx.uint32))[0]),
     # In training, deltatune's attention serves in its place, as on other machines (whole_rows.py).
     _record("fast.scaled_dot_product_attention", lambda upstream: attending(_attention(upstream)), _attended),
     _record("conv1d", _convolution, _slid(1)),

@@ -257,9 +257,10 @@ def _other_rows() -> mx.array:
 
 # Without a convolution before it, MLX's own function serves.
 IS_SILU = alike(layer_input, definition=lambda x: x * mx.sigmoid(x))
-_REASON = "its gradient keeps arrays that are cheap to compute again, and it passes over memory often"
-_WITHOUT = "Training is slower then, or needs more memory; nothing else changes."
-_CHEAP: dict[str, Any] = {"reason": _REASON, "without": _WITHOUT}
+_CHEAP: dict[str, Any] = {
+    "reason": "its gradient keeps arrays that are cheap to compute again, and it passes over memory often",
+    "without": "Training is slower then, or needs more memory; nothing else changes.",
+}
 _SWIGLU: dict[str, Any] = _CHEAP | {"name": "swiglu", "replacement": _swiglu, "check": alike(layer_input, _other_rows)}
 _GATED_NORM: dict[str, Any] = _CHEAP | {
     "signature": "(self, hidden_states, gate=None)",
