@@ -118,7 +118,7 @@ def _lengths(model: nn.Module) -> list[_Length]:
         lengths += _among(entries)
         tables = [*entries.values(), *(owner.values() if isinstance(owner, nn.Module) else ())]
         # A config is a dataclass's instance.
-        waiting += [each for each in tables if type(each) is dict or dataclasses.is_dataclass(type(each))]
+        waiting += [table for table in tables if type(table) is dict or dataclasses.is_dataclass(type(table))]
     return lengths
 
 

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,15 +165,14 @@ def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     """
     models: dict[str, nn.Module] = {}
     errors: list[UserError] = []
+    loaders: dict[str, Callable[[], nn.Module]] = {"text": lambda: load_model(path, lazy=True)[0]}
     if plain_config(path, trust_remote_code=False).get("vision_config"):
+        loaders = {"images": lambda: load_vision_tower(path, "its config.json has a vision tower")} | loaders
+    for data, load_it in loaders.items():
         try:
-            models["images"] = load_vision_tower(path, "its config.json has a vision tower")
+            models[data] = load_it()
         except UserError as error:
             errors.append(error)
-    try:
-        models["text"] = load_model(path, lazy=True)[0]
-    except UserError as error:
-        errors.append(error)
     if not models:
         raise errors[-1]
     return models, [str(error) for error in errors]

@@ -18,6 +18,7 @@ from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.setup import Training, prepare
+from families import weekly_but
 
 pytestmark = [
     pytest.mark.any_blas,
@@ -106,7 +107,7 @@ def test_latent_attention(tiny_model, family, growth):
         assert growth(of_length) < 6
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen features", "a tower that trains"])
+@pytest.mark.parametrize("trained", weekly_but([False, True], True))
 def test_a_vision_tower(tiny_vision_model, trained, growth):
     from deltatune.models.vision.inputs import blank_vision_batch
     from deltatune.models.vision.split import FrozenTower, vision_spec

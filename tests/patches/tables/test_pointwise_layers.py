@@ -240,6 +240,20 @@ AROUND_ATTENTION = ("turned heads and gates", "turned heads", "times gate")
 NAMES = ("gated norm", "norm and gate", "norm", *CONVS, "gates", "swiglu", *AROUND_ATTENTION)
 # These families convolve queries, keys and values together, and norm them in the same pass.
 TOGETHER = ("qwen3_5", "qwen3_next")
+# Two layers: one mixes tokens by the recurrence, and one by attention.
+SIZES = {
+    "qwen3_5": {"linear_value_head_dim": 16, "num_hidden_layers": 2, "full_attention_interval": 2},
+    "kimi_linear": {
+        "num_hidden_layers": 2,
+        "linear_attn_config": {
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 2,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+    },
+}
 # The kernels that each family uses besides that of its convolution.
 SERVED = {
     "qwen3_5": {*AROUND_ATTENTION, "gates", "gated norm", "swiglu"},
@@ -314,7 +328,7 @@ def test_losses_and_gradients_stay_the_same(tiny_model, passes_on_host, monkeypa
     monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
     # Experts stay upstream's.
     monkeypatch.setattr(patches, "PATCHES", mlx_lm.PATCHES)
-    model = tiny_model(family, **({} if family == "kimi_linear" else {"linear_value_head_dim": 16}))
+    model = tiny_model(family, **SIZES.get(family, {"linear_value_head_dim": 16}))
     model.train()
     rows = mx.random.randint(0, 320, (2, 22), key=mx.random.key(1))
     owner = mx.array(np.tile(np.repeat([0, 1, 2], 7), (2, 1))) if packed else None
