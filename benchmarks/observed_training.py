@@ -27,7 +27,6 @@ import processes
 from deltatune.cli import main as command_line
 from deltatune.machine import nvidia
 from deltatune.machine.disk import PageCache
-from deltatune.machine.disk import PageCache
 from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store

@@ -19,12 +19,8 @@ import numpy as np
 from ..errors import UserError, reason
 from ..machine.environment import expanded
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
-from ..options.config import TrainConfig
-from ..options.config import DataInMemory
-from ..options.values import refuse_address, unknown_names
-from .batches.batch import pack, row_capacity
 from ..options.config import DataInMemory, TrainConfig
-from ..options.values import THINKING, agreeing, nearest, unknown_names, written_options
+from ..options.values import THINKING, agreeing, nearest, refuse_address, unknown_names, written_options
 from .batches.batch import pack, row_capacity
 from .batches.stream_order import ExampleStream, StreamedSplits
 from .chats.answers import note_on_ends

@@ -307,7 +307,6 @@ def test_a_batch_is_shown_once_and_then_taken():
     assert (next(order), order.state()) == (2, {"at": 2})
     assert next(order) == 3
 
-
     # Going back forgets it.
     order = PeekableOrder(Counting())
     order.peek()
