@@ -25,6 +25,7 @@ class DriverCounts:
             raise SystemExit("NVIDIA's driver names no pool of memory.")
         self._driver: Any = driver
         self._pool, self._most = pool, (0, 0, 0, 0)
+        self._at_first = self._free = nvidia.free_memory() or 0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _attribute(self, kind: int) -> int:
@@ -37,9 +38,15 @@ class DriverCounts:
             time.sleep(0.01)
             seen = self._attribute(RESERVED), self._attribute(USED), mx.get_active_memory(), mx.get_cache_memory()
             self._most = max(self._most, seen)
+            self._free = min(self._free, nvidia.free_memory() or 0)
 
     def said(self) -> str:
-        """Return the counts at the moment of the most since the last call, in GB."""
+        """Return the counts at the moment of the most since the last call, in GB.
+
+        `taken` is the most that the card's free memory has fallen, and `free` the least of it, contexts included.
+        """
         (reserved, used, active, cached), self._most = self._most, (0, 0, 0, 0)
+        free, self._free = self._free, nvidia.free_memory() or 0
         parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached}
+        parts |= {"taken": self._at_first - free, "free": free}
         return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())

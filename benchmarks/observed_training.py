@@ -1,5 +1,7 @@
 """Runs `deltatune train`, and prints after each iteration its time, MLX's peak and what it waited for weights.
 
+It also prints MLX's and the driver's counts, after each sampling of answers, too.
+
 usage: python benchmarks/observed_training.py [--from disk] [--all-on-disk] [--try] train --model DIR --data DIR ...
 
 --from says where the weights come from that do not stay in the device's memory, whatever would be chosen: the disk,
@@ -18,6 +20,8 @@ from unittest.mock import patch
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
+import mlx.core as mx
+
 import processes
 from deltatune.cli import main as command_line
 from deltatune.machine.page_cache import PageCache
@@ -25,6 +29,7 @@ from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store
 from deltatune.train.reports.reporting import Reporting
+from deltatune.train.rollouts.answer_sampler import AnswerSampler
 from driver_counts import DriverCounts
 from machine import gpu
 
@@ -86,10 +91,25 @@ class Observed:
                 line += f", waited {waited:.2f} s ({waited / seconds:.0%}), read {read / 1e9:.2f} GB"
                 line += f" ({read / seconds / 1e9:.2f} GB a second of the step)"
             print(line, flush=True)
-            if self._counts is not None:
-                print(f"memory: {self._counts.said()} GB", flush=True)
+            self._say_counts("memory")
 
         return wrapped
+
+    def sampling(self, sampled: Callable[..., Any]) -> Callable[..., Any]:
+        """AnswerSampler.__call__, which also prints."""
+
+        def wrapped(*given: Any) -> Any:
+            answers = sampled(*given)
+            self._say_counts("sampled")
+            return answers
+
+        return wrapped
+
+    def _say_counts(self, name: str) -> None:
+        seen = f"MLX's peak {mx.get_peak_memory() / 1e9:.2f}"
+        if self._counts is not None:
+            seen = f"{self._counts.said()}, {seen}"
+        print(f"{name}: {seen} GB", flush=True)
 
 
 def main() -> int:
@@ -104,6 +124,7 @@ def main() -> int:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(patch.object(Store, "place", observed.reading(Store.place)))
         stack.enter_context(patch.object(Reporting, "iteration", observed.iteration(Reporting.iteration)))
+        stack.enter_context(patch.object(AnswerSampler, "__call__", observed.sampling(AnswerSampler.__call__)))
         return command_line(arguments) or 0
 
 

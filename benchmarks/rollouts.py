@@ -2,12 +2,15 @@
 
 usage: python -u benchmarks/rollouts.py [--shape 0.8B] [--bits 4] [--prompts 8] [--answers 8] [--tokens 512] [--steps 4]
        [--grad-checkpoint] [--beside]
+       python -u benchmarks/rollouts.py --shape Qwen3.5-9B --bits 4 --prompts 1 --answers 4 --tokens 609 --steps 2
+       --grad-checkpoint --card 12e9 --counted
 
 `deltatune train --loss grpo` runs in a process of its own. No random weights end an answer, so that each has all its
 tokens; a reward is a drawn number. Beside the seconds of a step stand the GPU's clock, power, temperature and share of
 busy time, the processor time of the run, and the share of the machine's processors that others took. --beside takes the
 same step with transformers and PEFT afterwards: generate() on all rows, then TRL's loss on as many rows at a time as a
-prompt has answers, and one update of AdamW.
+prompt has answers, and one update of AdamW. --counted prints what MLX and the driver count after each sampling and each
+update, and --card leaves so many bytes of the GPU free, as a smaller card has them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ import numpy as np
 
 import processes
 import trainers
+from larger_than_memory import shape_of, smaller_card
 from machine import heading
+from public_configs import CONFIGS
 
 # How many tokens a prompt has, some more or less.
 PROMPT_WORDS = 60
@@ -42,17 +47,16 @@ def drawn(completions):
 
 def write_model(shape: trainers.Shape, bits: int, folder: Path) -> None:
     """Write a checkpoint with random weights, and the demo's tokenizer."""
+    # It imports deltatune, and that must come before MLX.
+    model = trainers.mlx_model(shape, bits=bits)
     import mlx.core as mx
-    import mlx.nn as nn
     from mlx.utils import tree_flatten
 
     from deltatune.demo.assets import MODEL
 
-    model = trainers.mlx_model(shape)
     config = shape.config()
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
-        nn.quantize(model, 64, bits)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     for file in Path(MODEL).iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
@@ -127,11 +131,13 @@ def train(options: Any, folder: Path) -> list[dict[str, Any]]:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     if options.grad_checkpoint:
         words.append("--grad-checkpoint")
-    program = "import sys; from deltatune.cli import main; sys.exit(main())"
+    program = ["-c", "import sys; from deltatune.cli import main; sys.exit(main())"]
+    if options.counted:
+        program = [str(Path(__file__).with_name("observed_training.py"))]
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
     records: list[dict[str, Any]] = []
     metrics = folder / "adapters" / "metrics.jsonl"
-    with subprocess.Popen([sys.executable, "-u", "-c", program, "train", *words]) as process:
+    with smaller_card(options.card), subprocess.Popen([sys.executable, "-u", *program, "train", *words]) as process:
         machine = Machine(process.pid)
         ended = False
         while not ended:
@@ -222,7 +228,7 @@ def step_of_peft(shape: trainers.Shape, options: Any) -> None:
 
 def main() -> None:
     parser = processes.parser(__doc__)
-    parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
+    parser.add_argument("--shape", choices=[*trainers.SHAPES, *CONFIGS], default="0.8B")
     parser.add_argument("--bits", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
@@ -230,19 +236,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--grad-checkpoint", action="store_true")
     parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--card", type=float)
+    parser.add_argument("--counted", action="store_true")
     options = parser.parse_args()
-    shape = trainers.SHAPES[options.shape]
+    shape = shape_of(options.shape)
     print(
         f"{heading()}\n{shape}\n{options.prompts} x {options.answers} answers of {options.tokens} tokens\n", flush=True
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        program = f"import rollouts, trainers, pathlib; rollouts.write_model(trainers.SHAPES[{options.shape!r}], "
+        program = f"import rollouts, pathlib; rollouts.write_model(rollouts.shape_of({options.shape!r}), "
         program += f"{options.bits}, pathlib.Path({str(folder / 'model')!r}))"
         here = str(Path(__file__).parent)
         paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        started = time.perf_counter()
         subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": paths})
+        print(f"a checkpoint was written in {time.perf_counter() - started:.0f} s\n", flush=True)
         records = [record for record in train(options, folder) if "train_loss" in record]
     steady = [1 / record["iterations_per_second"] for record in records[1:]]
     sampling = [record["seconds/sampling"] for record in records[1:]]
