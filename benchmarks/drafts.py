@@ -1,10 +1,11 @@
 """Measures training with a multi-token-prediction head beside training without, and answers with its drafts.
 
-usage: python -u benchmarks/drafts.py [--shape 0.8B] [--iters 30] [--tokens 2048] [--rate 2e-3]
+usage: python -u benchmarks/drafts.py [--shape 0.8B] [--iters 30] [--tokens 2048] [--rate 2e-3] [--answer 128]
+           [--runs "with the head" ...]
 
 A checkpoint of the shape gets random weights, and a head of mlx-vlm's modules with random weights. `deltatune train`
-runs on it three times in this process: without the head, with it, and with the head alone. `deltatune eval --draft`
-then measures the drafts before training and after, and `deltatune generate` answers with drafts and without. Every row
+runs on it three times in this process: with the head, without it, and with the head alone. `deltatune generate` then
+answers with drafts and without, and `deltatune eval --draft` measures the drafts after training and before. Every row
 repeats one sentence, so that losses fall within a few iterations.
 """
 
@@ -34,6 +35,7 @@ from trainers import SHAPES, Shape, lazy_model
 SENTENCE = "the quick brown fox jumps over the lazy dog, and then it sleeps until the sun is up. "
 # Without marks of a message's end, which a model would learn before all else, and then answer with nothing.
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+RUNS: dict[str, list[str]] = {"with the head": ["--mtp"], "without": [], "the head alone": ["--mtp", "only"]}
 # Iterations that a median leaves out: kernels are built in them.
 FIRST = 5
 
@@ -100,6 +102,8 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     print(f"{heading()}\n{shape}", flush=True)
@@ -111,19 +115,18 @@ def main() -> None:
         shared = ["--model", model, "--data", data, "--max-seq-length", options.tokens, "--batch-size", shape.batch]
         flags = [*shared, "--iters", options.iters, "--learning-rate", options.rate, "--steps-per-report", 1]
         flags += ["--steps-per-eval", options.iters, "--val-batches", 1]
-        runs: dict[str, list[str]] = {"without": [], "with the head": ["--mtp"], "the head alone": ["--mtp", "only"]}
-        for run, words in runs.items():
-            said(["train", *flags, *words, "--adapter-path", folder / run.replace(" ", "-")])
+        for run in options.runs:
+            said(["train", *flags, *RUNS[run], "--adapter-path", folder / run.replace(" ", "-")])
         heads = ["run", "loss", "loss of the head", "accepted in validation", "tokens/s", "peak, GB"]
         print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
-        for run in runs:
+        for run in options.runs:
             print(row(run, folder / run.replace(" ", "-") / "metrics.jsonl"), flush=True)
-        adapter = folder / "with-the-head"
+        adapted = ["--adapter-path", folder / "with-the-head"]
+        asked = ["generate", "--model", model, *adapted, "--prompt", SENTENCE[:40], "--max-tokens", options.answer]
+        for draft in ([], ["--draft"]):
+            said([*asked, *draft])
+        said(["eval", *shared, "--draft", *adapted])
         said(["eval", *shared, "--draft"])
-        said(["eval", *shared, "--draft", "--adapter-path", adapter])
-        asked = ["generate", "--model", model, "--adapter-path", adapter, "--prompt", SENTENCE[:40], "--max-tokens", 64]
-        said(asked)
-        said([*asked, "--draft"])
 
 
 if __name__ == "__main__":
