@@ -60,7 +60,6 @@ RUNS = {
         "keep": 1,
         "early_stopping": 3,
         "sample_prompts": ["Who has 3 cups?"],
-        "steps_per_sample": 2,
         "sample_max_tokens": 3,
         "clear_cache_threshold": 1000,
         "train": True,
@@ -83,7 +82,6 @@ RUNS = {
         "num_layers": 1,
         "optimizer": "adamw",
         "optimizer_config": {"adamw": {"weight_decay": 0.5}},
-        "decay_norm_and_bias": True,
     },
     "from scratch": {"from_scratch": True, "seed": 5},
     "columns": {
@@ -349,7 +347,7 @@ class Logger:
 
 def test_loggers_get_what_the_command_gives_them(base, tmp_path, monkeypatch):
     monkeypatch.setitem(log.SERVICES, "wandb", Logger)
-    options = base("", report_to="wandb", project_name="tea", sample_prompts=["Who has 3 cups?"], steps_per_sample=1)
+    options = base("", report_to="wandb", project_name="tea", sample_prompts=["Who has 3 cups?"], steps_per_eval=1)
     sent = {}
     for way, start in (("command", finetune), ("python", lambda config: in_python(config).run())):
         sent[way] = []

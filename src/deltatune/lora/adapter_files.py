@@ -26,7 +26,7 @@ from ..machine.atomic_files import replace_file
 from ..machine.host_memory import as_numpy
 from ..machine.json_files import read_json
 from ..ops.functional import arrays_of, is_finite
-from ..options.chat_template import checked_options
+from ..options.values import checked_options
 from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters

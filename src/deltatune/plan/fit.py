@@ -14,7 +14,7 @@ import numpy as np
 from ..data import BatchOrder, Splits
 from ..data.batches.stream_order import StreamOrder
 from ..data.preferences.preference import SLOTS
-from ..data.prompt_rows import PromptExample
+from ..data.prompts import PromptExample
 from ..data.vision.media import largest_batch
 from ..errors import UserError
 from ..layers import describe
@@ -22,9 +22,8 @@ from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..machine.compiling import without_kernels
-from ..models.batch_decoder import ROWS
+from ..models.batch_decoder import ROWS, can_be_joined
 from ..models.generate import begun, cache_bytes
-from ..models.generated_answers import can_be_joined
 from ..models.vision.split import has_vision
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..options.config import TrainConfig

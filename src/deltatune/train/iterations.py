@@ -299,10 +299,8 @@ class Iterations:
         due = [config.save_every]
         if parts.callbacks.on_report is not None:
             due.append(config.steps_per_report)
-        if parts.valid_order is not None and config.val_batches:
+        if parts.samples.prompts or (parts.valid_order is not None and config.val_batches):
             due.append(config.steps_per_eval)
-        if parts.samples.prompts:
-            due.append(config.steps_per_sample or config.steps_per_eval)
         return all(at % interval for interval in due)
 
     def _save(self, *, finished: bool = False, stopping: bool = False) -> None:

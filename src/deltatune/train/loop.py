@@ -15,18 +15,17 @@ import mlx.nn as nn
 
 from ..data import Splits
 from ..data.batches.order import PeekableOrder
-from ..data.chats.answer_ends import ending_answers
+from ..data.chats.answers import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference
-from ..data.prompt_rows import PromptExample
+from ..data.prompts import PromptExample
 from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
 from ..models.batch_decoder import has_row_caches
 from ..models.load import Loaded
-from ..models.vision.frozen_tower import CACHE_BYTES
-from ..models.vision.split import has_vision
+from ..models.vision.split import CACHE_BYTES, has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
 from ..ops.recomputation import Checkpoints
@@ -296,7 +295,7 @@ class Trainer:
         screen = parts.screen
         of_run = parts.model, parts.config, self.splits, trained, self._train_order, parts.world
         facts = announce.facts(*of_run, verbose=screen.verbose)
-        for fact in [*facts, *announce.implementations(chosen)]:
+        for fact in [*facts, *parts.samples.notes, *announce.implementations(chosen)]:
             screen.say(fact)
         screen.panel("deltatune train")
         screen.expect([*trained.figures, *router_figures(parts.model)])

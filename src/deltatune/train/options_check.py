@@ -34,7 +34,7 @@ from ..options.config import TrainConfig
 from .policy_loss import variant_of
 from .preferences.objectives import objective_of
 from .tree import leaves
-from .updates.optimizer import build_optimizer, weight_decay
+from .updates.optimizer import build_optimizer
 
 # Of these, one step moves a number by about the learning rate whatever its gradient is.
 _STEP_IS_RATE = ("adam", "adamw", "adam8bit", "adamw8bit", "adamax", "lion", "muon")
@@ -48,12 +48,7 @@ def check_options(config: TrainConfig) -> list[str]:
     The model and the data need not be known.
     """
     refuse_unread(TRAINING, changed_options(config), config, Facts())
-    optimizer = build_optimizer(config)
-    if config.decay_norm_and_bias and not weight_decay(optimizer):
-        raise UserError(
-            f"decay_norm_and_bias: the weight decay of {config.optimizer} is 0 here; set it in optimizer_config, such "
-            "as {adamw: {weight_decay: 0.01}} for optimizer: adamw, or leave decay_norm_and_bias out."
-        )
+    build_optimizer(config)
     if config.resume_adapter_file is not None:
         check_file(Path(config.resume_adapter_file))
     objective_of(config)

@@ -8,7 +8,7 @@ import numpy as np
 
 from deltatune.data import Batch
 from deltatune.data.batches.order import BatchOrder
-from deltatune.data.prompt_rows import PromptExample
+from deltatune.data.prompts import PromptExample
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import Adapters, ParityRun

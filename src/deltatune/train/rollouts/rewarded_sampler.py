@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...data.batches.order import BatchOrder
-from ...data.prompt_rows import PromptExample
+from ...data.prompts import PromptExample
 from ...data.rows.row_formats import ASSISTANT
 from ...options.config import TrainConfig
 from ...rewards import Rewards

@@ -14,11 +14,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate
+from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate, pack
 from ...data.batches.order import BatchOrder
-from ...data.batches.packing import pack
 from ...data.example import Example
-from ...data.prompt_rows import PromptExample
+from ...data.prompts import PromptExample
 from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..distributed import World

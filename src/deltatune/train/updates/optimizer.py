@@ -44,20 +44,14 @@ class ParameterGroup(NamedTuple):
 def parameter_groups(
     model: nn.Module, optimizer: mlx.optimizers.Optimizer, config: TrainConfig
 ) -> dict[str, ParameterGroup]:
-    """Return the groups of the trained parameters, by path; a path without one is updated by the optimizer's settings.
-
-    A `decay_norm_and_bias` that would change nothing is a UserError.
-    """
+    """Return the groups of the trained parameters, by path; one without a group has the optimizer's settings."""
     rates = _rates(model, config)
-    left_out = undecayed(model) if weight_decay(optimizer) else []
-    if config.decay_norm_and_bias and not left_out:
-        raise UserError("decay_norm_and_bias: no norm, bias or A_log trains here with a weight decay; leave it out.")
-    whole = set() if config.decay_norm_and_bias else set(left_out)
-    return {path: ParameterGroup(rates.get(path, 1.0), path not in whole) for path in rates.keys() | whole}
+    left_out = set(undecayed(model)) if weight_decay(optimizer) else set()
+    return {path: ParameterGroup(rates.get(path, 1.0), path not in left_out) for path in rates.keys() | left_out}
 
 
 def undecayed(model: nn.Module) -> list[str]:
-    """Return the paths of the trained parameters that weight decay leaves out by default: norms, biases and A_log.
+    """Return the paths of the trained parameters that weight decay leaves out: norms, biases and A_log.
 
     Decay pulls numbers to 0, where a norm or a gate is no simpler than elsewhere; some norms are stored as 1 + w.
     """
