@@ -28,12 +28,6 @@ def test_the_splits_that_the_run_needs(tokenizer, folder):
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [0, 0, 3]
 
 
-def test_training_goes_on_without_validation_and_says_so(tokenizer, folder):
-    assert load_datasets(folder(train=TEXT), tokenizer).notes == [
-        "No validation set: training goes on without validation."
-    ]
-
-
 def test_rows_are_held_out_where_nothing_else_validates(tokenizer, folder):
     rows = [{"text": f"line {number}"} for number in range(40)]
     everything = load_datasets(folder(train=rows, val_split=0), tokenizer)
