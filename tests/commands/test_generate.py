@@ -93,11 +93,12 @@ TYPED = r"\nabla \theta \\n" + "\n\tprint('\\n')"
 AS_TYPED = f"{{% if messages[0].content != {TYPED!r} %}}{{{{ raise_exception('changed') }}}}{{% endif %}}ok"
 
 
-def test_a_prompt_from_standard_input_is_taken_as_typed(tmp_path):
+def test_a_prompt_from_standard_input_is_taken_as_typed(tmp_path, monkeypatch):
     model = shutil.copytree(MODEL, tmp_path / "model")
     (model / "chat_template.jinja").write_text(AS_TYPED)
     options = ["--model", model, "--max-tokens", 1]
-    assert deltatune("generate", *options, "--prompt", "-", input=TYPED).returncode == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TYPED.encode())))
+    assert called("generate", *options, "--prompt", "-").returncode == 0
     assert called("generate", *options, "--prompt", f"{TYPED}.").returncode == 2
 
 

@@ -103,7 +103,7 @@ def test_a_file_is_the_training_data(tokenizer, folder, tmp_path, kind):
             "a row of a CSV file that cannot be read",
             "faq.csv",
             "prompt,completion\na,\nb,c\n",
-            "faq.csv row 1: 'completion' is null",
+            "faq.csv row 1: 'completion' is empty",
         ),
         (
             "a file of an unknown kind as data",
@@ -182,8 +182,8 @@ def test_too_little_for_a_batch(tokenizer, folder):
 def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
-    config = dataclasses.replace(folder(train=TEXT), test=True)
-    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test"):
+    config = dataclasses.replace(folder(train=TEXT), train=False, test=True)
+    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test; --data may also name the f"):
         load_datasets(config, tokenizer)
 
 
@@ -191,14 +191,16 @@ def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
     messages = {
-        "nowhere": "no such folder; expected one with train.jsonl",
+        "nowhere": "no such file or folder, and no name of",
         "empty": "no train.jsonl in this folder",
-        "a\\b": r"no such folder; .* A path has / here, not \\\.",
-        "../../../../../../../../dev/null": "no such folder",
+        "a\\b": r"no such file or folder, .* A path has / here, not \\\.",
+        "../../../../../../../../dev/null": "no such file or folder",
     }
+    messages = {str(tmp_path / name): message for name, message in messages.items()}
+    messages["https://huggingface.co/datasets/a/b/viewer"] = "give the name on the hub, a/b"
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):
-            load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
+            load_datasets(TrainConfig(data=name), tokenizer)
 
 
 def test_a_long_conversation_in_several_rows_loses_the_turns_that_one_row_loses(tokenizers, folder):

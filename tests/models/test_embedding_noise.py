@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from deltatune.lora.embedding import LoRAEmbedding
+from deltatune.lora.linear import LoRAEmbedding
 from deltatune.models.embedding_noise import noisy_embedding
 
 ALPHA, TOKENS = 5.0, mx.array([[3, 9, 4, 7, 9], [1, 2, 3, 4, 5]])

@@ -73,7 +73,8 @@ def trained(base: Path, folder: Path, **options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
+# The other families of text are in test_saved_families.py.
+@pytest.mark.parametrize("kind", ["text kimi_linear", *IMAGES])
 def test_a_save_has_the_logits_of_transformers(kind, tmp_path):
     base = saved(tmp_path / "base", kind)
     if "moe" in kind or "next" in kind:

@@ -19,6 +19,10 @@ import numpy as np
 from ..errors import UserError, reason
 from ..machine.environment import expanded
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
+from ..options.config import TrainConfig
+from ..options.config import DataInMemory
+from ..options.values import refuse_address, unknown_names
+from .batches.batch import pack, row_capacity
 from ..options.config import DataInMemory, TrainConfig
 from ..options.values import THINKING, agreeing, nearest, unknown_names, written_options
 from .batches.batch import pack, row_capacity
@@ -271,6 +275,7 @@ def _stored(
 
     A file holds the training data, or the data of a command that needs no other split.
     """
+    refuse_address(data, data)
     folder = expanded(data)
     if folder.is_file():
         if "train" in needed and "test" in needed:
@@ -287,7 +292,7 @@ def _stored(
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
         slashes = " A path has / here, not \\." if "\\" in data else ""
-        raise UserError(f"{data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.{slashes}")
+        raise UserError(f"{data}: no such file or folder, and no name of a Hugging Face data set.{slashes}")
     with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
         return open_dataset(data)
 
@@ -433,7 +438,8 @@ def _check(
         else:
             folder = Path(config.data or "")
             where = folder / f"{name}.jsonl" if folder.is_dir() else f"{config.data}, {name} split"
-            raise UserError(f"{where}: no such data; it is needed to {name}.")
+            file = "" if config.train else "; --data may also name the file to test on"
+            raise UserError(f"{where}: no such data; it is needed to {name}{file}.")
     # The rows that are left of a window after its full batches make one that is completed with blank rows.
     if "train" not in splits or config.streaming:
         return

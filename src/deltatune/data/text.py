@@ -257,9 +257,7 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
 
 
 def check_answers(messages: Messages, turns: list[int], source: str) -> None:
-    """Refuse, with a UserError, an answer among these turns without text, reasoning, call or picture: it teaches to
-    stop.
-    """
+    """Raise UserError for an answer among these turns without text, reasoning, call or picture: it teaches to stop."""
     for turn in turns:
         message = messages[turn]
         content = message["content"]

@@ -23,8 +23,8 @@ import numpy as np
 from ..errors import UserError, first_few
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
+from ..machine.host_memory import as_numpy
 from ..machine.json_files import read_json
-from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import arrays_of, is_finite
 from ..options.values import checked_options
 from ..upstream import dropout_rate

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import NotFiniteError
 from ..machine import backend
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 from .batch_decoder import PROMPT_TOKENS, Answer, Chooser, Stops
 
 

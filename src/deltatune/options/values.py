@@ -17,6 +17,7 @@ import reprlib
 import shlex
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -24,7 +25,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError
-from .other_names import NO_OPTION, option_meant, plain
+from .other_names import answer_to, option_meant
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT = 2**31 - 1
@@ -151,13 +152,34 @@ def nearest(word: str, known: list[str]) -> str:
     The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
     for an option is close to ours.
     """
-    if plain(word) in NO_OPTION and _OF_OPTIONS & {*known}:
-        return f" ({NO_OPTION[plain(word)]})"
     if meant := option_meant(word, known):
         return f" (did you mean {meant!r}?)"
+    if _OF_OPTIONS & {*known} and (answer := answer_to(word)):
+        return f" ({answer})"
+    if word.startswith("--no-") and f"--{word[5:]}" in known:
+        return f" (leave --{word[5:]} out)"
     by_name = {name.lstrip("-"): name for name in known}
-    closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.6)
+    closest = [name for name in by_name if name.startswith(word.lstrip("-"))]
+    if len(closest) != 1:
+        closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.7)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON, as `object_pairs_hook`; UserError for a key that is there twice, where json drops one."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise UserError(f"the key {short(repeated)} stands there twice; keep one of the two.")
+    return made
+
+
+def refuse_address(text: str, where: str) -> None:
+    """Raise UserError for an address, such as https://huggingface.co/OWNER/MODEL, where a folder or a name is meant."""
+    if "://" in text:
+        name = re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)", text)
+        remedy = f"give the name on the hub, {name[1]}" if name else "download it, and give the folder"
+        raise UserError(f"{where}: this is the address of a page; {remedy}.")
 
 
 def fix(instance: Any) -> None:
@@ -239,7 +261,8 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     scalar = _scalar(value, outer, metadata)
     if scalar is None:
         before = {bool: "true, false or ", dict: "a mapping or "}
-        hint = f" ({NO_OPTION[value]})" if isinstance(value, str) and value in NO_OPTION else ""
+        answer = answer_to(value) if isinstance(value, str) else None
+        hint = f" ({answer})" if answer else ""
         words = "".join(before[typing.get_origin(other) or other] for other in others)
         raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}{hint}.")
     if metadata.get("range") and metadata["range"].size and 0 < scalar < _LEAST_SIZE:

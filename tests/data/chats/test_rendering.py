@@ -19,7 +19,7 @@ from deltatune.data.chats.rendering import Renderer
 from deltatune.data.rows.row_formats import Conversation, Features
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
-from deltatune.machine import bare_program
+from deltatune.machine import command_line
 
 ROW = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]}
 GROWN = "{% set ns = namespace(a=1, b=1) %}{% for i in range(50) %}{% set ns.a = [ns.a, ns.a] %}"
@@ -169,7 +169,7 @@ def test_a_step_that_takes_too_much_memory_is_stopped_where_no_limit_binds(tight
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(proc_pid_rusage=proc_pid_rusage))
     unlimited = "import resource\nresource.setrlimit = lambda *_: None\n"
-    monkeypatch.setattr(bare_program, "_START", unlimited + bare_program._START)
+    monkeypatch.setattr(command_line, "_START", unlimited + command_line._START)
     tokenizer = written("{% for n in [1, 2] %}{% if ('x' * 1600000000).split('y') %}{% endif %}{% endfor %}")
     with pytest.raises(
         UserError, match=r"file:1: the model's chat template took more than 0\.5 GB of memory in one step"

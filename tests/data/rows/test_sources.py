@@ -47,6 +47,7 @@ def test_lines_with_their_numbers(tmp_path):
         (b"{'text': 'a'}", r"not JSON: .* at column 2; expected one object a line"),
         (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13; "),
         (b'{"text": "\xc3\xa4\xe4"}', "not UTF-8 .byte 0xe4 at column 12."),
+        (b'{"text": "a", "text": "b"}', "the key 'text' stands there twice"),
         (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data at column 15"),
         (b'{"text": "\xe4"}', "not UTF-8 .byte 0xe4 at column 11.; save the file as UTF-8"),
         (b'{"text": "\\ud83d"}', "half of a character"),

@@ -10,7 +10,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import segments
 from deltatune.ops.causal_conv import causal_conv
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import conv, norms, rows, silu
 from deltatune.ops.tracing import trace
 from deltatune.patches import patched
@@ -223,7 +223,7 @@ def test_other_machines_keep_upstreams():
 def test_few_elements_stay_upstreams(monkeypatch):
     """A decoder's single token is below the least size, and the bits of its norm are MLX's."""
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     norm = nn.RMSNorm(64)
     x = mx.random.normal((1, 1, 64), key=mx.random.key(0))
     monkeypatch.setattr(patches, "_of_device", lambda: residual_norms.PATCHES)

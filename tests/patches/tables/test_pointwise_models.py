@@ -8,7 +8,7 @@ import model_gradients
 from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import conv, gating, weighted_norms
 from deltatune.ops.segments import segments
 from deltatune.patches import patched
@@ -51,7 +51,7 @@ def as_on_cuda(monkeypatch, passes_on_host) -> tuple[list[str], set[str]]:
         return weighted(kind, eps)
 
     monkeypatch.setattr(weighted_norms, "_function", function)
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     for module in (recomputation, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")

@@ -8,9 +8,8 @@ import pytest
 
 from console import called
 from deltatune.options.config import TrainConfig
-from deltatune.train.reports.report import RunDescription, write_report
+from deltatune.train.reports.report import RunDescription, find, write_report
 from deltatune.train.reports.report import read_metrics as read_records
-from deltatune.train.reports.runs import find
 from deltatune.train.reports.screen import Screen
 
 RESULT = {"iterations": 2, "train_loss": 1.0, "val_loss": None, "seconds": 1.0, "tokens_per_second": 1.0}

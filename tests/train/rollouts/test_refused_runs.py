@@ -25,7 +25,6 @@ WRONG = {
         {"pack": True, "sampler_correction": "sequence"},
         "pack: sampler_correction: sequence weighs whole answers",
     ),
-    "layers on the disk": ({"memory": 10**9}, "memory: read only without loss: grpo, since each sampled token would"),
     "a reference of full fine-tuning": (
         {"beta": 0.1, "fine_tune_type": "full"},
         "beta: the reference is the model without its adapter, and fine_tune_type: full trains them",

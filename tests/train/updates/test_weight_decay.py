@@ -12,8 +12,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.setup import build_step
-from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer
-from deltatune.train.updates.parameter_groups import undecayed
+from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer, undecayed
 
 RATE, DECAY = 0.25, 0.5
 #: The ends of the names that decay leaves out in a hybrid model of Qwen3.5.

@@ -21,8 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+
+from ...errors import UserError, reason
+from ...machine.command_line import bare_program
 from ...errors import UserError
-from ...machine import bare_program
+from ...machine.command_line import bare_program
 from ...machine.environment import cores
 from ...machine.host_memory import memory_of
 from ...upstream import chat_template_code, hugging_face_tokenizer
@@ -250,7 +254,7 @@ def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 class _Process:
     def __init__(self) -> None:
-        command = bare_program.command(Path(__file__).with_name("render_process.py"), *LIMITS)
+        command = bare_program(Path(__file__).with_name("render_process.py"), *LIMITS)
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet)
         assert self._child.stdin is not None

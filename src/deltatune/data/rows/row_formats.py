@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +182,7 @@ class RowFormats:
         known = [key for keys in formats.values() for key in keys]
         null = [key for key in known if key in row and key not in present]
         if null:
-            raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
+            raise UserError(f"{source}: {null[0]!r} is empty (null); fill it in, or remove this row.")
         hint = _column_hint(row)
         missing = [] if hint else [key for key in known if key not in row]
         got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
@@ -398,14 +400,14 @@ def _column_hint(row: Mapping[str, Any]) -> str:
             '"chosen" and "rejected", and give --loss dpo.'
         )
     flags: dict[str, str] = {}
+    # Of "The Answer " the last word counts, where no column is called "answer" alone.
+    words_of = {name: re.findall(r"[^\W_]+", name.lower()) for name in names}
     for kind, words in _MEANT.items():
-        matching = [name for name in names if name.lower() in (kind, *words)]
-        # A column of our own name needs no flag.
-        if matching and kind not in names:
-            name = f'"{matching[0]}"' if " " in matching[0] else matching[0]
-            flags[kind] = f"--{kind}-column {name}"
-        elif matching:
-            flags[kind] = ""
+        ending = [name for name in names if {kind, *words} & {*words_of[name][-1:]}]
+        matching = sorted(ending, key=lambda name: len(words_of[name]))
+        if matching:
+            # A column of our own name needs no flag.
+            flags[kind] = "" if kind in names else f"--{kind}-column {shlex.quote(matching[0])}"
     pair = [flags[kind] for kind in ("prompt", "completion") if kind in flags]
     chosen = pair if len(pair) == 2 else [flags[kind] for kind in ("chat", "text") if kind in flags][:1]
     flags_to_give = " ".join(filter(None, chosen))

@@ -23,6 +23,7 @@ from typing import Any
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
+from ...options.values import unique_keys
 
 _KINDS = ("image", "video")
 _COLUMNS = ("image", "images", "video", "videos")
@@ -376,9 +377,7 @@ def _arrow_digest(dataset: Any) -> bytes:
 
 
 def leave_undecoded(features: Any) -> None:
-    """Switch off, in place, the decoding of images and videos among the columns of a data set, `info.features`, or a
-    part.
-    """
+    """Switch off, in place, the decoding of images and videos in columns of a data set, of which `features` tell."""
     import datasets
 
     if isinstance(features, datasets.Image | datasets.Video):
@@ -414,7 +413,7 @@ def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
     """Return the value that a line of a file, or with None the whole file, holds, alone in a tuple; None for blanks.
 
     The bytes at the start of the file may begin with a byte order mark. A UserError says that they are not UTF-8, or
-    not JSON, or hold half of a character.
+    not JSON, or hold half of a character or a key twice.
     """
     where = str(path) if line is None else f"{path}:{line}"
     first = line or 1
@@ -433,7 +432,7 @@ def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
     if not text:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
         # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
@@ -441,6 +440,8 @@ def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
         raise UserError(
             f"{path}:{first + error.lineno - 1}: not JSON: {error.msg} at column {error.colno}; expected {expected}."
         ) from error
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except UnicodeEncodeError as error:
         raise UserError(
             f"{where}: a \\u escape is only half of a character ({error.reason}); write both halves."

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from .inputs import VisionBatch, padded_patches
 from .split import TowerInputs, has_vision, run_tower, vision_spec
 

@@ -25,8 +25,7 @@ from ..progress import Progress
 from ..saved.state import exists, state_path
 from ..setup import Training
 from ..tree import leaves
-from ..updates.optimizer import build_optimizer
-from ..updates.parameter_groups import undecayed, weight_decay
+from ..updates.optimizer import build_optimizer, undecayed, weight_decay
 from .report import ReportTable
 from .screen import Fact
 
