@@ -19,8 +19,6 @@ from ...data.batches.order import BatchOrder
 from ...data.example import Example
 from ...data.prompts import PromptExample
 from ...machine.host_memory import as_numpy
-from ...data.prompts import PromptExample
-from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..distributed import World
 from ..evaluation.samples import written
