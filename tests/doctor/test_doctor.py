@@ -17,11 +17,10 @@ from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import load
-from deltatune.models.vision import load as vision_load
 from deltatune.ops.attention import trial_case
 from deltatune.ops.operator.operator import Operator
 from deltatune.patches import evidence
-from deltatune.patches.verify import Serving
+from deltatune.patches.patch_report import Serving
 from deltatune.plan.array_layout import LayoutError
 from new_tokens import with_new_tokens
 
@@ -231,7 +230,7 @@ def test_a_model_with_a_vision_tower_is_swept_with_and_without_them(swept, tiny_
 
 
 def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, doctor):
-    monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = doctor("--model", tiny_vision_checkpoint("qwen3_5"))
     assert "✓ 3 of 3 layers with gated delta train with deltatune's: chunk in 3 on text, through mlx-lm" in text
     assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text

@@ -15,8 +15,8 @@ from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load
-from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import setup

@@ -14,7 +14,7 @@ from deltatune.cli import main
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.models.load import load
-from deltatune.models.vision.frozen_tower import FrozenTower
+from deltatune.models.vision.split import FrozenTower
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
 from killed_runs import adapters
