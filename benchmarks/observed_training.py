@@ -9,7 +9,10 @@ plan refuses, too, with no layer's weights in memory: what is planned is more th
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,16 +21,20 @@ from unittest.mock import patch
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
+import mlx.core as mx
+
 import processes
 from deltatune.cli import main as command_line
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine import nvidia
+from deltatune.machine.disk import PageCache
 from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store
 from deltatune.train.reports.reporting import Reporting
-from driver_counts import DriverCounts
 from machine import gpu
 
+# CUmemPool_attribute of CUDA's cuda.h: the memory that the pool has of the card, and the part of it in use.
+RESERVED, USED = 5, 7
 SOURCES = ("plan", "disk", "cache", "host")
 
 
@@ -52,6 +59,36 @@ def replacements(source: str, all_on_disk: bool, tried: bool) -> list[tuple[Any,
     if source == "cache":
         found.append((PageCache, "drop", lambda _: None))
     return found
+
+
+class DriverCounts:
+    """Looks often, in a thread, at what MLX's pool of memory holds, and keeps the moment of the most."""
+
+    def __init__(self) -> None:
+        driver, pool = nvidia.library(["libcuda.so.1"]), ctypes.c_void_p()
+        assert driver is not None
+        if driver.cuInit(0) or driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0):
+            raise SystemExit("NVIDIA's driver names no pool of memory.")
+        self._driver: Any = driver
+        self._pool, self._most = pool, (0, 0, 0, 0)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _attribute(self, kind: int) -> int:
+        value = ctypes.c_uint64()
+        self._driver.cuMemPoolGetAttribute(self._pool, ctypes.c_int(kind), ctypes.byref(value))
+        return value.value
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.01)
+            seen = self._attribute(RESERVED), self._attribute(USED), mx.get_active_memory(), mx.get_cache_memory()
+            self._most = max(self._most, seen)
+
+    def said(self) -> str:
+        """Return the counts at the moment of the most since the last call, in GB."""
+        (reserved, used, active, cached), self._most = self._most, (0, 0, 0, 0)
+        parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached}
+        return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
 
 
 class Observed:

@@ -4,8 +4,8 @@ usage: python benchmarks/rollouts.py [--shape 0.8B] [--bits 4] [--prompts 8] [--
        [--grad-checkpoint] [--beside]
 
 `deltatune train --loss grpo` runs in a process of its own. No random weights end an answer, so that each has all its
-tokens; a reward is a drawn number. --beside times transformers' generate() on as many rows of the same shape, alone:
-TRL's step samples with it, and trains besides.
+tokens; a reward is a drawn number. --beside runs as many steps of the same shape with TRL's trainer, which samples by
+transformers' generate().
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def drawn(completions):
 
 def write_model(shape: trainers.Shape, bits: int, folder: Path) -> None:
     """Write a checkpoint with random weights, and the demo's tokenizer."""
-    import mlx.core as mx
     import mlx.nn as nn
-    from mlx.utils import tree_flatten
 
     from deltatune.demo.assets import MODEL
 
@@ -50,11 +48,10 @@ def write_model(shape: trainers.Shape, bits: int, folder: Path) -> None:
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
         nn.quantize(model, 64, bits)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     for file in Path(MODEL).iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, folder)
-    (folder / "config.json").write_text(json.dumps(config))
+    trainers.save_model(folder, model, config)
 
 
 def train(options: Any, folder: Path) -> list[dict[str, Any]]:
@@ -85,25 +82,59 @@ def train(options: Any, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "adapters" / "metrics.jsonl").read_text().splitlines()]
 
 
-def generate(shape: trainers.Shape, rows: int, tokens: int) -> float:
-    """Return the seconds that transformers takes to sample as many answers."""
+def train_with_trl(options: Any, folder: Path) -> list[float]:
+    """Run as many steps with TRL's GRPOTrainer, PEFT and transformers' generation; return the seconds of each."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
 
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape.config() | {"model_type": "qwen3_5_text"}))
-        config = AutoConfig.from_pretrained(folder)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    prompt = torch.randint(0, shape.vocabulary, (rows, PROMPT_WORDS), device="cuda")
-    seconds = []
-    for length in (8, tokens):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        model.generate(prompt, max_new_tokens=length, min_new_tokens=length, do_sample=True, top_k=0, pad_token_id=0)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return seconds[-1]
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.times.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.times.append(time.perf_counter())
+            print(f"TRL: step of {self.times[-1] - self.times[-2]:.2f} s", flush=True)
+
+    shape = trainers.SHAPES[options.shape]
+    (folder / "torch").mkdir()
+    (folder / "torch" / "config.json").write_text(json.dumps(shape.config() | {"model_type": "qwen3_5_text"}))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "torch"), dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    clock = Clock()
+    settings = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        # Larger batches would hold the logits of all rows at once.
+        per_device_train_batch_size=options.answers,
+        gradient_accumulation_steps=options.prompts,
+        num_generations=options.answers,
+        max_completion_length=options.tokens,
+        generation_kwargs={"min_new_tokens": options.tokens},
+        max_steps=options.steps,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=options.grad_checkpoint,
+        save_strategy="no",
+        report_to=[],
+    )
+    GRPOTrainer(
+        model=model,
+        args=settings,
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: list(np.random.random(len(completions))),
+        train_dataset=Dataset.from_list(prompts),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        callbacks=[clock],
+    ).train()
+    return list(np.diff(clock.times))
 
 
 def main() -> None:
@@ -118,7 +149,6 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true")
     options = parser.parse_args()
     shape = trainers.SHAPES[options.shape]
-    rows = options.prompts * options.answers
     print(
         f"{heading()}\n{shape}\n{options.prompts} x {options.answers} answers of {options.tokens} tokens\n", flush=True
     )
@@ -131,15 +161,16 @@ def main() -> None:
         paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": paths})
         records = [record for record in train(options, folder) if "train_loss" in record]
+        beside = train_with_trl(options, folder) if options.beside else []
     print("| step | sampling, s | rewards, s | whole, s | peak, GB |\n|---|---|---|---|---|")
     for record in records:
         whole = 1 / record["iterations_per_second"]
         times = record["seconds/sampling"], record["seconds/rewards"], whole, record["peak_memory"]
         print(f"| {record['iteration']} | " + " | ".join(f"{value:.2f}" for value in times) + " |")
     steady = np.median([1 / record["iterations_per_second"] for record in records[1:]])
-    print(f"\n{steady:.2f} s a step, without the first", flush=True)
-    if options.beside:
-        print(f"transformers' generate alone: {generate(shape, rows, options.tokens):.2f} s")
+    print(f"\n{steady:.2f} s a step, without the first")
+    if beside:
+        print(f"TRL: {np.median(beside[1:]):.2f} s a step, without the first")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import load
-from deltatune.ops.attention import workloads as attention_workloads
+from deltatune.ops.attention import trial_case
 from deltatune.ops.operator.operator import Operator
 from deltatune.patches import evidence
 from deltatune.patches.patch_report import Serving
@@ -147,8 +147,8 @@ def test_a_fault_that_is_present_would_train_wrong(found, doctor):
 
 @pytest.mark.usefixtures("anew")
 def test_a_wrong_attention_would_train_wrong(monkeypatch, doctor):
-    blocked = attention_workloads.attention_blocked
-    monkeypatch.setattr(attention_workloads, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
+    blocked = trial_case.attention_blocked
+    monkeypatch.setattr(trial_case, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
     assert "heads of 256 x 256, grouped, causal wrong blocked (" in doctor(code=1)
 
 

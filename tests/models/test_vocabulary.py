@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from checkpoint_copies import copied, rewrite, rewritten
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora, save_adapters
-from deltatune.lora.embedding import LoRAEmbedding
+from deltatune.lora.linear import LoRAEmbedding
 from deltatune.lora.new_rows import grown_tables
 from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import load, load_model

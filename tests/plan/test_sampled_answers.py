@@ -17,10 +17,10 @@ from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.fit import with_sampling
 from deltatune.plan.forecast import Forecast, Moment, forecast_step
-from deltatune.plan.sampled_answers import with_sampling
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.rollouts.picture_sampler import PictureSampler
+from deltatune.train.rollouts.answer_sampler import PictureSampler
 
 ROWS, LENGTH = 128, 1024
 

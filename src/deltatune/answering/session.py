@@ -25,9 +25,8 @@ from ..models.generate import Sampling
 from ..models.head import Likelihood, Split, scored, split_head
 from ..models.load import Loaded, refuse_unserved
 from ..models.mtp import draft_speeds
-from ..options.chat_template import parsed_options
 from ..options.generation import AnswerOptions
-from ..options.values import short
+from ..options.values import parsed_options, short
 from ..patches import INFERENCE, patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.layer_calls import LayerCalls, passed_on

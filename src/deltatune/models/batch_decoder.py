@@ -26,7 +26,7 @@ from ..errors import NotFiniteError, UserError
 from ..layers import gated_delta_layers, logits_of
 from ..machine import backend, host_memory
 from ..machine.compiling import without_kernels
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
 from ..ops.functional import arrays_of
 from ..ops.operator.measure import relative_norm

@@ -31,6 +31,7 @@ from ..machine.json_files import read_json
 from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.functional import arrays_of, is_floating
 from ..ops.random_state import drawing_from
+from ..options.values import refuse_address
 from ..patches import left_alone_for, refuse
 from ..patches.tables.products import without_gaps
 from .checkpoint_files import (
@@ -186,10 +187,9 @@ def locate(path_or_name: str | Path | None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(
-            f"model {path}: this is a file; expected the folder that holds config.json and model*.safetensors."
-        )
+        raise UserError(f"model {path}: this is a file; expected the folder of config.json and model*.safetensors.")
     name = str(path_or_name)
+    refuse_address(name, f"model {name}")
     if isinstance(path_or_name, Path) or not _may_be_hub_name(name):
         raise UserError(f"model {name}: no such directory, and not a hub name of the form owner/model.")
     try:

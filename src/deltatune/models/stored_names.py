@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..lora.select import MTP
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 from ..ops.functional import is_floating
 from .checkpoint_files import weight_files
 from .mtp import head_sanitizer

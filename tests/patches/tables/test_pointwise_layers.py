@@ -11,7 +11,7 @@ from deltatune import patches
 from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.causal_conv import causal_conv
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import conv, gating, norms, rows, silu, weighted_norms
 from deltatune.ops.segments import segments
 from deltatune.ops.tracing import trace
@@ -221,7 +221,7 @@ def test_other_machines_keep_upstreams():
 def test_few_elements_stay_upstreams(monkeypatch):
     """A decoder's single token is below the least size, and the bits of its norm are MLX's."""
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     norm = nn.RMSNorm(64)
     x = mx.random.normal((1, 1, 64), key=mx.random.key(0))
     monkeypatch.setattr(patches, "_of_device", lambda: pointwise.NORMS)
@@ -281,7 +281,7 @@ def as_on_cuda(monkeypatch, passes_on_host) -> tuple[list[str], set[str]]:
         return weighted(kind, eps)
 
     monkeypatch.setattr(weighted_norms, "_function", function)
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     for module in (recomputation, conv, gating):
         monkeypatch.setattr(module, "LEAST", 8)
     monkeypatch.setattr(backend, "device", lambda: "cuda")

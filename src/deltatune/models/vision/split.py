@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...errors import UserError
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...ops.attention import attention
 from ...ops.functional import undisturbed
 from .inputs import Picture, VisionBatch, VisionSpec, padded_patches, single_frames, token_positions, vision_batch

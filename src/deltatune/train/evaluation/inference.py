@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from ...data.chats.answer_ends import ending_answers
+from ...data.chats.answers import ending_answers
 from ...data.prompts import Question, prompt_tokens
-from ...data.vision.media import media_reader
-from ...data.vision.prompt import PromptPictures
+from ...data.vision.media import PromptPictures, media_reader
 from ...errors import UserError
 from ...models.batch_decoder import ROWS, answer_all
 from ...models.generate import Sampling, stream, stream_with_pictures

@@ -12,7 +12,7 @@ import pytest
 
 from deltatune.models.generate import SampledPolicy
 from deltatune.options.config import TrainConfig
-from deltatune.train.policy_gradient.policy_loss import rollout_loss
+from deltatune.train.policy_loss import rollout_loss
 
 VOCABULARY = 5
 LOGITS = np.random.default_rng(0).normal(0, 1.2, (VOCABULARY + 1, VOCABULARY)).astype(np.float32)

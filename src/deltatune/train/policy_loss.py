@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
-from ...errors import UserError
-from ...models.generate import EXCLUDED, SampledPolicy
-from ...options.config import TrainConfig
-from ..preferences.loss import TokenLosses
+from ..errors import UserError
+from ..models.generate import EXCLUDED, SampledPolicy
+from ..options.config import TrainConfig
+from .preferences.objectives import TokenLosses
 
 DAPO = "dapo"
 GRPO = "grpo"
