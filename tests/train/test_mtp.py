@@ -21,8 +21,7 @@ from deltatune.machine import backend, packages
 from deltatune.models import mtp
 from deltatune.models.adapted_base import load
 from deltatune.models.checkpoint_writer import merge_checkpoint
-from deltatune.models.generate import Sampling, stream
-from deltatune.models.mtp import stream_drafted
+from deltatune.models.generate import Sampling, stream, stream_drafted
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
