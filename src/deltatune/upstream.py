@@ -158,7 +158,7 @@ def download(name: str) -> Path:
 
 
 class PrivateName(NamedTuple):
-    """A private name of upstream, the fallback `without` it, in a sentence, and whether the installed package has it."""
+    """A private name of upstream, the fallback `without` it, in a sentence, and whether the package has it."""
 
     name: str
     without: str
