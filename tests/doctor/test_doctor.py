@@ -1,6 +1,5 @@
 """The doctor's output, as text and as JSON, and its exit code."""
 
-import dataclasses
 import importlib
 import json
 import re
@@ -120,7 +119,7 @@ def test_json_has_everything(capsys):
 
 
 def test_a_missing_private_name_is_named_with_its_fallback(monkeypatch, doctor):
-    gone = dataclasses.replace(upstream.NAMES[0], present=lambda: False)
+    gone = upstream.NAMES[0]._replace(present=lambda: False)
     monkeypatch.setattr(upstream, "NAMES", (gone, *upstream.NAMES[1:]))
     monkeypatch.setattr(examination.ArrayLayout, "measured", unreadable)
     text = doctor()
