@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .data import load_datasets as load_datasets
     from .lora import convert_to_lora as convert_to_lora
     from .models.adapted_base import load as load
-    from .models.merged_checkpoint import merge_checkpoint as merge_checkpoint
+    from .models.checkpoint_writer import merge_checkpoint as merge_checkpoint
     from .ops.attention import attention as attention
     from .ops.gated_delta import gated_delta as gated_delta
     from .ops.linear_attention import linear_attention as linear_attention
@@ -49,7 +49,7 @@ _MODULES = {
     "linear_attention": "ops.linear_attention",
     "load": "models.adapted_base",
     "load_datasets": "data",
-    "merge_checkpoint": "models.merged_checkpoint",
+    "merge_checkpoint": "models.checkpoint_writer",
     "patched": "patches",
     "plan_run": "plan.planned_run",
 }

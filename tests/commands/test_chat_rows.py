@@ -157,8 +157,8 @@ LOST = {
     "developer": (
         {"messages": DEVELOPER},
         (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"),
-        "1 developer messages are in no token, because the model's chat template does not write them; give them the "
-        "role 'system'.",
+        "1 developer message is in no token, because the model's chat template does not write it; use the role "
+        "'system'.",
     ),
     "beside": (
         {
@@ -170,7 +170,7 @@ LOST = {
             ]
         },
         STRICT,
-        "1 answers have text beside a call of a tool, which the model's chat template does not write, so it is not "
+        "1 answer has text beside a call of a tool, which the model's chat template does not write, so it is not "
         "learnt; put the text into a message of its own before the call.",
     ),
 }

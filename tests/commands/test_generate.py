@@ -13,7 +13,7 @@ from added_ends import FIRST, LAST, with_first_token
 from console import called, deltatune, started
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
-from deltatune.data.chats.answer_parser import AnswerParser
+from deltatune.data.chats.answers import AnswerParser
 from deltatune.data.prompts import Question, prompt_tokens, text_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError

@@ -67,7 +67,7 @@ def answers_alone_in_the_likelihood(monkeypatch):
         found = plain(*arguments)
         return found._replace(chosen_nll_with_prompt=found.chosen_nll)
 
-    monkeypatch.setattr("deltatune.train.preferences.loss.answers_of", swapped)
+    monkeypatch.setattr("deltatune.train.preferences.objectives.answers_of", swapped)
 
 
 def sides_exchanged(monkeypatch):

@@ -16,7 +16,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World
-from deltatune.train.preferences.loss import full_token_losses
+from deltatune.train.preferences.objectives import full_token_losses
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
 from deltatune.train.updates.optimizer import build_optimizer
