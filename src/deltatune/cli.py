@@ -92,13 +92,9 @@ _formatwarning = warnings.formatwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run the command of `argv`, the words after `deltatune`, by default those of this process; return the exit code.
 
-    Args:
-        argv: The words after `deltatune`; None takes those of this process.
-
-    Returns:
-        The exit code. It is 2, with one message on standard error, for a mistake that the user can correct.
+    It is 2, with one message on standard error, for a mistake that the user can correct.
     """
     for stream in (sys.stdout, sys.stderr):
         # A path or an answer may have characters that this terminal cannot show.
@@ -106,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     warnings.formatwarning = _say_plainly
     if ranks.number() is not None:
-        from .machine.ranks import Warnings
-
-        Warnings().install()
+        ranks.Warnings().install()
     try:
         raise_at_signals()
         words = (sys.argv[1:] if argv is None else argv) or ["--help"]
