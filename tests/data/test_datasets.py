@@ -189,7 +189,9 @@ def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
     config = dataclasses.replace(folder(train=TEXT), train=False, test=True)
-    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test; --data may also name the f"):
+    with pytest.raises(
+        UserError, match=r"/test\.jsonl: no such data; it is needed to test; --data may also name the f"
+    ):
         load_datasets(config, tokenizer)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -40,6 +41,8 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
         # MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
         with subnormals.flushed():
             blas.load()
+            if not is_command_line():
+                blas.warn()
             environment.keep_numpy_in_one_thread()
             _start_mlx()
     except UserError as error:
@@ -51,10 +54,11 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise the error that `prepare` kept, or a UserError for a variable that was set since to an unknown value."""
+    """Raise the error that `prepare` kept, or one for a variable set since to an unknown value; warn of a slow BLAS."""
     if _problem is not None:
         raise _problem
     environment.check(implementations)
+    blas.warn()
 
 
 def leave_torch_out(*, own_process: bool = False) -> None:
@@ -101,8 +105,10 @@ def _start_mlx() -> None:
         subnormals.start_mlx()
     except ImportError as error:
         # The package mlx alone holds no library for Linux: the extras bring one for each kind of device.
+        lacks = re.match(r"(?!libmlx)(lib\w+)\S*: cannot open", str(error))
+        system = f" If {lacks[1]} is the system's, install it there: on Debian, libblas3 and liblapack3." if lacks else ""
         raise MissingBackendError(
             f"MLX cannot be loaded ({first_line(error)}). Install it for your device: on Linux "
             "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]' or 'deltatune[cuda12]'; on macOS "
-            "pip install --force-reinstall mlx."
+            f"pip install --force-reinstall mlx.{system}"
         ) from error
