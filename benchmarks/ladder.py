@@ -28,7 +28,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 
 from deltatune.machine import backend, nvidia
-from deltatune.ops.gated_delta.fused_channel import FILES
+from deltatune.ops.gated_delta.fused import FILES
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.naive import gated_delta_naive
 from deltatune.ops.gated_delta.tiling import choose_tiling

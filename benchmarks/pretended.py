@@ -56,8 +56,8 @@ def pretended(device: str) -> Iterator[None]:
         yield
         return
     from deltatune.machine import backend, nvidia
-    from deltatune.ops.kernels import launch
-    from deltatune.ops.operator import candidates, first_use, verdicts
+    from deltatune.ops.attention.fused import launch
+    from deltatune.ops.operator import candidates, kernel_operator, verdicts
     from deltatune.patches import evidence
 
     passed: Callable[..., Any] = lambda *_: verdicts.Verdict("", "", 1.0, {"y": 0.0})  # noqa: E731
@@ -66,7 +66,7 @@ def pretended(device: str) -> Iterator[None]:
             (backend, "device", lambda: device),
             (backend, "compares_times", lambda: False),
             (nvidia, "generation", lambda: nvidia.HOPPER),
-            (first_use, "is_right", lambda *_, **__: True),
+            (kernel_operator, "is_right", lambda *_, **__: True),
             (candidates, "verdict_on", passed),
             (launch, "kernel_of", lambda *_: _Kernel()),
             (evidence, "_outcome", lambda *_: None),

@@ -26,7 +26,7 @@ import test_peft
 from gguf import GGUFReader
 
 from deltatune.export.gguf_file import CONVERTER, write_converted, write_gguf_adapter
-from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.selftest.parity import seeded
 
 # Modules that the converter can take apart, by family.

@@ -20,7 +20,7 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 import mlx.core as mx
 
 from deltatune.ops.attention.fused import TILE
-from deltatune.ops.gated_delta.long_scans import MOST_STEPS
+from deltatune.ops.gated_delta.fused_passes import MOST_STEPS
 from deltatune.ops.kernels.launch import MOST_MULTIPLICATIONS
 from metal_front_end import compiling, launches, registers, text
 from metal_front_end.launches import RecordedCall

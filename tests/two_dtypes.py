@@ -8,7 +8,13 @@ import pytest
 
 
 def in_two_dtypes(forms: Iterable[Any]) -> list[Any]:
-    """Return each form with bf16, and with fp32 and fp16 in turn: each form and each dtype occur, not all pairs."""
-    others = (mx.float32, mx.float16)
-    pairs = [(form, dtype) for i, form in enumerate(forms) for dtype in (mx.bfloat16, others[i % 2])]
-    return [pytest.param(*pair, id=f"{pair[0]}-{str(pair[1]).rpartition('.')[2]}") for pair in pairs]
+    """Return each form with bf16, and with fp32 and fp16 in turn: each form and each dtype occur, not all pairs.
+
+    One of a form's two waits for the weekly run, bf16 in every second form.
+    """
+    cases = []
+    for i, form in enumerate(forms):
+        for weekly, dtype in enumerate((mx.bfloat16, (mx.float32, mx.float16)[i // 2 % 2])[:: (-1) ** i]):
+            marks = [pytest.mark.weekly] * weekly
+            cases.append(pytest.param(form, dtype, id=f"{form}-{str(dtype).rpartition('.')[2]}", marks=marks))
+    return cases

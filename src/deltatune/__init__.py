@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .data import load_datasets
     from .lora import convert_to_lora
     from .models.adapted_base import load
-    from .models.merged_checkpoint import merge_checkpoint
+    from .models.checkpoint_writer import merge_checkpoint
     from .ops.attention import attention
     from .ops.gated_delta import gated_delta
     from .ops.linear_attention import linear_attention
@@ -46,7 +46,7 @@ _MODULES = {
     "linear_attention": "ops.linear_attention",
     "load": "models.adapted_base",
     "load_datasets": "data",
-    "merge_checkpoint": "models.merged_checkpoint",
+    "merge_checkpoint": "models.checkpoint_writer",
     "patched": "patches",
     "plan_run": "plan.planned_run",
 }

@@ -54,12 +54,15 @@ def layer_kind(layer: nn.Module) -> str:
     A recurrent mixer holds the parameter A_log, and is Mamba's unless it is gated delta. An attention layer holds a
     projection to keys.
     """
-    modules = layer.modules()
-    for module in modules:
+    return _kind(layer.named_modules())
+
+
+def _kind(named: list[tuple[str, nn.Module]]) -> str:
+    for _, module in named:
         if "A_log" in module:
             return "delta" if is_gated_delta(module) else "mamba"
     keys = ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
-    names = {name for module in modules for name in module.children()}
+    names = {name for path, _ in named for name in path.split(".")}
     return "attention" if any(name in keys or name.startswith("kv_a_proj") for name in names) else "other"
 
 
@@ -121,14 +124,13 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     paths = layer_paths(model)
     layers = []
     for index, (path, layer) in enumerate(zip(paths, [one for one in model.layers if one is not None], strict=True)):
-        delta = next((f"{path}.{mixer}" for mixer in gated_delta_layers(layer) if mixer), None)
-        layers.append(LayerInfo(index, path, layer_kind(layer), layer, has_experts(layer), delta))
+        # MLX takes long to find a module's parts.
+        named = layer.named_modules()
+        delta = next((f"{path}.{mixer}" for mixer, module in named if mixer and is_gated_delta(module)), None)
+        layers.append(LayerInfo(index, path, _kind(named), layer, any(_has_experts(part) for _, part in named), delta))
     return layers
 
 
-def has_experts(layer: nn.Module) -> bool:
-    """Whether a layer holds experts: a weight [experts, out, in] in a class that has the attribute num_experts."""
-    return any(
-        "weight" in module and module.weight.ndim == 3 and hasattr(type(module), "num_experts")
-        for module in layer.modules()
-    )
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts: a weight [experts, out, in] in a class that has the attribute num_experts."""
+    return "weight" in module and module.weight.ndim == 3 and hasattr(type(module), "num_experts")

@@ -17,11 +17,10 @@ from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.models import load
-from deltatune.models.vision import load as vision_load
-from deltatune.ops.attention import workloads as attention_workloads
+from deltatune.ops.attention import trial_case
 from deltatune.ops.operator.operator import Operator
 from deltatune.patches import evidence
-from deltatune.patches.verify import Serving
+from deltatune.patches.patch_report import Serving
 from deltatune.plan.array_layout import LayoutError
 from new_tokens import with_new_tokens
 
@@ -148,8 +147,8 @@ def test_a_fault_that_is_present_would_train_wrong(found, doctor):
 
 @pytest.mark.usefixtures("anew")
 def test_a_wrong_attention_would_train_wrong(monkeypatch, doctor):
-    blocked = attention_workloads.attention_blocked
-    monkeypatch.setattr(attention_workloads, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
+    blocked = trial_case.attention_blocked
+    monkeypatch.setattr(trial_case, "attention_blocked", lambda *a, **options: 1.02 * blocked(*a, **options))
     assert "heads of 256 x 256, grouped, causal wrong blocked (" in doctor(code=1)
 
 
@@ -231,7 +230,7 @@ def test_a_model_with_a_vision_tower_is_swept_with_and_without_them(swept, tiny_
 
 
 def test_without_mlx_vlm_text_alone_is_looked_at(tiny_vision_checkpoint, monkeypatch, doctor):
-    monkeypatch.setattr(vision_load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = doctor("--model", tiny_vision_checkpoint("qwen3_5"))
     assert "✓ 3 of 3 layers with gated delta train with deltatune's: chunk in 3 on text, through mlx-lm" in text
     assert "– its config.json has a vision tower, which needs mlx-vlm, and mlx-vlm is not installed" in text

@@ -10,7 +10,6 @@ from deltatune.doctor import implementations
 from deltatune.machine import backend
 from deltatune.ops import operators
 from deltatune.ops.attention import attention_blocked, trial_case
-from deltatune.ops.attention import workloads as attention_workloads
 from deltatune.ops.gated_delta import gated_delta_chunk, workloads
 from deltatune.ops.gated_delta.trial_case import NAMES
 from deltatune.ops.operator import timing, verdicts
@@ -98,7 +97,7 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(timing, "clock", lambda: 0.002 * next(ticks))
     monkeypatch.setattr(trial_case, "_TIMED_LENGTH", 16)
-    monkeypatch.setattr(attention_workloads, "HEADS", attention_workloads.HEADS[3:4])
+    monkeypatch.setattr(trial_case, "HEADS", trial_case.HEADS[3:4])
     on_a_gpu(gated_delta_chunk)
     monkeypatch.setattr(backend, "device", lambda: "metal")
     blocked = lambda call: Candidate(attention_blocked, call.shape_class("metal"), attention_blocked)  # noqa: E731

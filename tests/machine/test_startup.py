@@ -88,7 +88,7 @@ def test_without_mlx_every_command_names_the_extras(without_mlx, command):
     done = python("-m", "deltatune", command, *needed.get(command, []), PYTHONPATH=without_mlx)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("deltatune: MLX cannot be loaded (liblapack.so.3: cannot open shared object file).")
-    assert done.stderr.endswith(" on Debian, libblas3 and liblapack3.\n")
+    assert done.stderr.endswith(" it there (Debian: libblas3, liblapack3).\n")
     assert "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]'" in done.stderr
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from deltatune.demo import flow
 from deltatune.ops import operators
-from deltatune.ops.attention import workloads as attention_workloads
+from deltatune.ops.attention import trial_case
 from deltatune.ops.attention.trial_case import KernelShape
 from deltatune.ops.gated_delta import workloads
 from deltatune.ops.gated_delta.trial_case import ShapeClass
@@ -27,7 +27,7 @@ def declare() -> None:
     """Give the doctor, the self-test's training and the demo smaller sizes in this process."""
     # The other classes are among the workloads below.
     workloads.MODELS = tuple(_smaller(shape) for shape in workloads.MODELS[1::2])
-    attention_workloads.HEADS = tuple(_smaller_heads(shape) for shape in attention_workloads.HEADS[2:5])
+    trial_case.HEADS = tuple(_smaller_heads(shape) for shape in trial_case.HEADS[2:5])
     workloads.SMALL = workloads.SMALL[1:2]
     replays._QUICK = ()
     times._CALLS = 1

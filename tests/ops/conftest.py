@@ -6,7 +6,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Device, Launch, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import relative_error, relative_norm
 
 
@@ -29,7 +29,7 @@ def pretend_gpu(monkeypatch):
     def pretend(device: Device, is_right: Callable[..., bool] = lambda *_, **__: True) -> list[str]:
         names: list[str] = []
         monkeypatch.setattr(backend, "device", lambda: "cuda")
-        monkeypatch.setattr(first_use, "is_right", is_right)
+        monkeypatch.setattr(kernel_operator, "is_right", is_right)
         monkeypatch.setattr(Launch, "run", lambda launch: names.append(launch.name) or device(launch))
         return names
 

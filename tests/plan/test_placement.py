@@ -8,9 +8,8 @@ import mlx.nn as nn
 import pytest
 
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.plan.layers_on_disk import held, left_on_disk, spread
 from deltatune.plan.placement import Placement
-from deltatune.plan.search import Largest, largest
+from deltatune.plan.search import Largest, held, largest, left_on_disk, spread
 from deltatune.train.by_layer.layer_functions import lowest_layer
 
 

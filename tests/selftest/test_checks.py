@@ -13,8 +13,7 @@ from deltatune import cli
 from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
 from deltatune.ops import operators
-from deltatune.ops.attention import attention_blocked
-from deltatune.ops.attention import workloads as attention
+from deltatune.ops.attention import attention_blocked, trial_case
 from deltatune.ops.gated_delta import gated_delta_chunk, native, workloads
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, by_gates
@@ -102,7 +101,7 @@ def test_attention_is_right(check):
     assert outcome.status == (NOT_RUN if on_cpu or "native" in check.name else PASSED)
 
 
-@pytest.mark.parametrize("workload", attention.workloads(True), ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", trial_case.workloads(True), ids=lambda workload: workload.name)
 def test_an_attention_that_is_wrong_shows(workload):
     def one_key_lost(q, k, v, **options):
         return attention_blocked(q, mx.where(mx.arange(k.shape[2])[:, None] == 3, 0.0, k), v, **options)
@@ -265,7 +264,7 @@ def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(replays, "_QUICK", replays._QUICK[:1])
     # tests/doctor examines all.
     monkeypatch.setattr(workloads, "SMALL", workloads.SMALL[:1])
-    monkeypatch.setattr(attention, "HEADS", attention.HEADS[-1:])
+    monkeypatch.setattr(trial_case, "HEADS", trial_case.HEADS[-1:])
     # Of the resumed runs the first; tests/on_metal has the second.
     resumed = list(training.checks(True))[:1]
     monkeypatch.setattr(training, "checks", lambda quick: resumed)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from console import called, deltatune
+from console import called
 from deltatune.commands.export import export_adapter
 from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
@@ -20,9 +20,9 @@ from deltatune.errors import UserError
 from deltatune.machine import backend, packages
 from deltatune.models import mtp
 from deltatune.models.adapted_base import load
-from deltatune.models.drafts import stream_drafted
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.generate import Sampling, stream
-from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.models.mtp import stream_drafted
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
@@ -199,7 +199,7 @@ def test_an_adapter_of_the_head_alone_has_no_other_form(heads, headed, tmp_path)
             export_adapter(to, headed, tmp_path / "out", tmp_path / to)
 
 
-@pytest.mark.parametrize("form", ["experts", "quantised", "transformers"])
+@pytest.mark.parametrize("form", ["quantised", "transformers", pytest.param("experts", marks=pytest.mark.weekly)])
 def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form):
     """A mixture's head has experts, a base in 4 bits may have a head of 32, and transformers stores norms minus 1."""
     size = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -223,7 +223,7 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
     assert mx.allclose(*(mtp.two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.weekly), "nemotron_h"])
 def test_other_families_train_merge_and_draft(heads, families, tmp_path, read_metrics, family):
     folder = families(family)
     heads(model=str(folder), iters=8).run()
@@ -255,6 +255,7 @@ def test_the_plan_holds_the_head(headed):
     assert held + 8 * (4 * 128 * 64 * 4) < peaks[1] - peaks[0] < 0.6 * peaks[0]
 
 
+@pytest.mark.weekly
 def test_two_ranks_train_the_head_as_one_does(heads, headed, options, launch, tmp_path):
     values = options | {"model": str(headed), "mtp": True, "iters": 4, "optimizer": "sgd", "val_batches": 0}
     values |= {"lora_parameters": {"rank": 2, "scale": 10.0}, "lr_schedule": "constant", "learning_rate": 0.05}
@@ -305,7 +306,11 @@ def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
     assert shares[0] > 0.5 > 0.2 > shares[1]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.2, min_p=0.02, top_k=20)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.8, top_p=0.9)]
+    + [pytest.param(each, marks=pytest.mark.weekly) for each in (Sampling(1.0), Sampling(1.2, min_p=0.02, top_k=20))],
+)
 def test_a_sampled_answer_has_the_tokens_of_its_seed(headed, drafting, sampling):
     """Each token is drawn from the model's own distribution by a key of the undrafted answer, right draft or wrong."""
     loaded = load(headed, drafting, mtp=True)
@@ -366,25 +371,6 @@ def test_another_model_has_no_drafts(headed, checkpoint):
     assert "has no multi-token-prediction head" in done.stderr
 
 
-REFUSED = {
-    "with another loss": (["--loss", "dpo"], "mtp: read only with loss: sft"),
-    "from scratch": (["--from-scratch"], "mtp: read only with loss: sft, and without from_scratch and memory"),
-    "within a bound of memory": (["--memory", "1GB"], "mtp: read only with loss: sft, and without"),
-    "of the head alone, with a weight": (["--mtp", "only", "--mtp-weight", "0.1"], "read only with mtp: true"),
-    "of the head alone, with parts": (["--mtp", "only", "--parts", "vision"], "parts: read only without mtp: only"),
-    "of another word": (["--mtp", "head"], "true, false or only"),
-}
-
-
-@pytest.mark.bad_input("`--mtp` with options that it does not serve")
-@pytest.mark.parametrize("case", REFUSED)
-def test_options_of_the_head(headed, data_folder, case):
-    flags, message = REFUSED[case]
-    done = called("train", "--model", headed, "--data", data_folder, "--mtp", *flags)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 @pytest.mark.bad_input("`--mtp` for a checkpoint without a multi-token-prediction head")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
 def test_a_checkpoint_without_a_head(tiny_checkpoint, data_folder, family):
@@ -431,7 +417,7 @@ def test_the_command_line_trains_and_plans(headed, checkpoint, data_folder, tmp_
     command = ["--data", data_folder, "--mtp", "--iters", 4, "--max-seq-length", 64]
     planned = called("plan", "--model", checkpoint, *command, "--no-mtp")
     assert planned.returncode == 0, planned.stderr
-    done = deltatune("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
+    done = called("train", "--model", headed, *command, "--adapter-path", tmp_path / "out", "--test")
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["mtp"] is True

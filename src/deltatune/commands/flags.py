@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 from ..errors import UserError
 from ..machine import ranks
 from ..machine.wrapping import say
-from ..options.chat_template import parsed_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import Range, build, check_values, checked, fields_of
+from ..options.values import Range, build, check_values, checked, fields_of, parsed_options
 
 
 @contextlib.contextmanager

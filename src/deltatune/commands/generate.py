@@ -16,7 +16,7 @@ from .flags import add_adapter, add_fields, add_model, given_flags
 
 if TYPE_CHECKING:
     from ..answering.session import Session
-    from ..data.vision.prompt import PromptPictures
+    from ..data.vision.media import PromptPictures
 
 
 HELP = "let a model, with or without an adapter, answer a prompt"

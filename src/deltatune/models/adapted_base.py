@@ -17,10 +17,10 @@ from ..lora.adapter_files import WEIGHTS, read_config
 from ..lora.select import MTP, adapter_class, part_of
 from ..lora.tensor_files import read_header
 from ..lora.weights import is_switch
+from .checkpoint_files import is_trained_checkpoint
 from .load import Loaded, load_model, load_vision_tower, locate
 from .load import load as load_checkpoint
 from .mtp import add_head
-from .trained_checkpoint import is_trained_checkpoint
 from .vision.split import has_vision
 
 #: The key of adapter_config.json that names the library: "mlx-lm", or "mlx-vlm" for a run on images.

@@ -114,15 +114,12 @@ def _lengths(model: nn.Module) -> list[_Length]:
         if id(owner) in visited:
             continue
         visited.add(id(owner))
-        entries = owner if type(owner) is dict else vars(owner)
+        entries = owner if type(owner) is dict else getattr(owner, "__dict__", {})
         lengths += _among(entries)
         tables = [*entries.values(), *(owner.values() if isinstance(owner, nn.Module) else ())]
-        waiting += [table for table in tables if type(table) is dict or _is_config(table)]
+        # A config is a dataclass's instance.
+        waiting += [table for table in tables if type(table) is dict or dataclasses.is_dataclass(type(table))]
     return lengths
-
-
-def _is_config(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
 def _among(entries: dict[str, Any]) -> Iterator[_Length]:

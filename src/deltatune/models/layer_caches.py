@@ -100,15 +100,14 @@ def _carry(layer: LayerInfo, cache: object) -> Carry | None:
         carry = _carry(layer, cache.caches[0])
         return carry and Carry(carry.states, attends=True)
     if type(cache) is ArraysCache:
-        known = layer.kind == "delta" or any(map(_is_linear, layer.module.modules()))
+        # A recurrence is that of Mamba-2, or of Lightning attention by the code beside its class.
+        known = layer.kind == "delta" or any(
+            is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING)
+            for module in layer.module.modules()
+        )
         return Carry(len(cache.cache)) if known else None
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None
     # The patch of latent attention serves whole rows alone.
     latent = any(name.startswith("kv_a_proj") for module in layer.module.modules() for name in module.children())
     return Carry(attends=True, packed=not latent)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a recurrence is that of Mamba-2, or of Lightning attention by the code beside its class."""
-    return is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING)

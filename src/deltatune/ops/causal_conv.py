@@ -24,26 +24,15 @@ def causal_conv(
     mask: mx.array | None = None,
     segments: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute y[t, c] = bias[c] + sum over j of weight[c, j] x[t - (K - 1) + j, c].
+    """Compute y[t, c] = bias[c] + sum over j of weight[c, j] x[t - (K - 1) + j, c], and the state to continue with.
 
-    Args:
-        x: [B, T, C], T >= 1, fp32, fp16 or bf16.
-        weight: [C, K]; the last column multiplies the present token. The `conv1d.weight` of an mlx-lm layer is [C, K,
-            1], so pass `weight[..., 0]`.
-        bias: [C].
-        initial_state: [B, K - 1, C], the inputs just before x, oldest first, which count as part of the first segment.
-            None means zeros.
-        mask: [B, T] bool; the input of a token that is False counts as zeros. Its output is still computed.
-        segments: [B, T] integers, non-decreasing along T; an output depends on inputs of its own segment only.
-
-    Returns:
-        y [B, T, C] in x's dtype, with fp32 sums, and the state [B, K - 1, C] to continue with: the last K - 1 inputs
-        after the mask, with zeros for those of an earlier segment than the last token's.
-
-    Raises:
-        ValueError: A shape does not fit.
-
-    Source: `GatedDeltaNet.__call__` in mlx_lm/models/qwen3_5.py, `ShortConv1d` in kimi_linear.py.
+    x is [B, T, C], T >= 1, fp32, fp16 or bf16, the weight [C, K] and the bias [C]; the last column of the weight
+    multiplies the present token. initial_state [B, K - 1, C] has the inputs just before x, oldest first, which count as
+    part of the first segment; None means zeros. The input of a token that is False in the mask [B, T] counts as zeros;
+    its output is still computed. Within segments [B, T], integers that never decrease along T, an output depends on
+    inputs of its own segment only. y [B, T, C] has x's dtype, with fp32 sums. The state [B, K - 1, C] are the last
+    inputs after the mask, with zeros for those of an earlier segment than the last token's. ValueError for a shape that
+    does not fit. Source: `GatedDeltaNet` in mlx_lm/models/qwen3_5.py, `ShortConv1d` in kimi_linear.py.
     """
     _check(x, weight, bias, initial_state, mask, segments)
     B, T, C = x.shape
@@ -72,15 +61,10 @@ def is_faster() -> bool:
 
 
 def joined_conv(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> mx.array:
-    """Convolve rows that follow the state, in the fastest way on MLX's device.
+    """Convolve rows that follow the state, in the fastest way on MLX's device; return [B, T, C] in x's dtype.
 
-    Args:
-        x: [B, K - 1 + T, C]: the state of K - 1 inputs, oldest first, then the tokens.
-        weight: [C, K].
-        segments: [B, T], as for `causal_conv`.
-
-    Returns:
-        [B, T, C] in x's dtype.
+    x [B, K - 1 + T, C] has the state of K - 1 inputs, oldest first, then the tokens; the weight is [C, K], and segments
+    are as for `causal_conv`.
     """
     if segments is None and backend.device() == "metal":
         return mx.conv1d(x, weight[..., None], groups=weight.shape[0])

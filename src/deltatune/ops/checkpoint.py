@@ -28,23 +28,14 @@ from .watched_calls import as_subclasses
 def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
     """Wrap `fn` so that only its arguments are saved for the backward pass, which recomputes it.
 
-    Values and gradients are those of `fn`. The second run draws the same random numbers as the first, and sees the
-    same segments of a packed batch.
+    Values and gradients are those of `fn`. The second run draws the same random numbers as the first, and sees the same
+    segments of a packed batch. `fn` takes and returns arrays, scalars, strings, None, objects of containers.CONTAINERS,
+    and lists, tuples and dicts of all these; it may change those objects alone. Only arguments and the trainable
+    parameters of `module` get gradients: an array that `fn` closes over gets none, without a warning. The module is by
+    default `fn` itself, or the owner of the bound method `fn`.
 
-    Args:
-        fn: Takes and returns arrays, scalars, strings, None, objects of containers.CONTAINERS, and lists, tuples and
-            dicts of all these. It must not change its arguments, except those objects. Only arguments and parameters
-            get gradients: an array that `fn` closes over gets none, without a warning.
-        module: The module with the trainable parameters that `fn` uses. None means `fn` itself, or the owner of the
-            bound method `fn`, if that is a module.
-
-    Returns:
-        A function that is called like `fn`. It raises ValueError for an argument of another kind, for a list or dict
-        that `fn` changed, and for a result without an array.
-
-    Example:
-        >>> layer = nn.Linear(8, 8)
-        >>> y = checkpoint(layer)(mx.ones((2, 8)))
+    The wrapped function raises ValueError for an argument of another kind, for a list or dict that `fn` changed, and
+    for a result without an array.
     """
     owner = module
     if owner is None:
@@ -63,21 +54,10 @@ def checkpointed(modules: Iterable[nn.Module], carries: Sequence[Carry | None] |
     """Within the context, checkpoint each of these layers; other layers of the same classes are not affected.
 
     Within the context, the class of each layer is a subclass of the same name, so that `isinstance`, attributes,
-    parameter paths and `update` work as before. A layer in evaluation mode runs without a checkpoint if it gets an
-    object that `checkpoint` refuses, such as a cache, since that is inference.
-
-    Args:
-        modules: The layers; one that is already checkpointed stays as it is.
-        carries: The carry of each layer from one piece of a row to the next, or None. A long row runs through the
-            layers that have a `Carry` in pieces (see pieces.py).
-
-    Raises:
-        ValueError: Something is not a module, or a layer in training mode is called with such an object.
-        RuntimeError: The class of a layer was changed by other code within the context.
-
-    Example:
-        >>> with checkpointed(model.layers):
-        ...     loss, gradients = nn.value_and_grad(model, loss_function)(batch)
+    parameter paths and `update` work as before. One that is already checkpointed stays as it is. A layer in evaluation
+    mode runs without a checkpoint if it gets an object that `checkpoint` refuses, such as a cache, since that is
+    inference; in training mode such a call is a ValueError. A long row runs through a layer that has a `Carry` in
+    pieces (pieces.py). RuntimeError where other code changed the class of a layer within the context.
     """
     layers = list(modules)
     carry_of = dict(zip(map(id, layers), carries or [None] * len(layers), strict=True))

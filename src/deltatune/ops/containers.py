@@ -45,11 +45,7 @@ def unknown_kind(tree: Any) -> str | None:
 class ArgumentArrays:
     """The arrays in a function's arguments, and the way back from arrays to arguments and results.
 
-    Args:
-        tree: The arguments: arrays, constants, containers, and lists, tuples and dicts of them.
-
-    Raises:
-        ValueError: An argument is of another class.
+    The arguments are arrays, constants, containers, and lists, tuples and dicts of them; ValueError for another class.
     """
 
     def __init__(self, tree: Any):
@@ -71,13 +67,10 @@ class ArgumentArrays:
     def returned(self, result: Any) -> tuple[list[mx.array], Rebuild]:
         """Take the result of the run apart, and drop the run's copies of the containers.
 
-        Returns:
-            The arrays in the result and in the containers, and a function that puts the result together around other
-            arrays. That function also updates the caller's containers, and puts them where the result holds their
-            copies; it must be called while the caller's containers are alive.
-
-        Raises:
-            ValueError: The run changed a list, a dict, or an attribute of a container that holds no arrays.
+        Returned are the arrays in the result and in the containers, and a function that puts the result together around
+        other arrays. That function also updates the caller's containers, and puts them where the result holds their
+        copies; it must be called while the caller's containers are alive. ValueError where the run changed a list, a
+        dict, or an attribute of a container that holds no arrays.
         """
         for kind, contents, before in self._unchangeable:
             after = contents()

@@ -25,11 +25,9 @@ TOKENS = 1
 
 @dataclass(frozen=True)
 class LayerCut:
-    """How x [B, T, D] is cut into pieces.
+    """How x [B, T, D] is cut: into whole rows (ROWS), or into pieces with a part of every row (TOKENS).
 
-    Args:
-        axis: ROWS for pieces of whole rows; TOKENS for pieces that each have a part of every row.
-        bounds: Where pieces begin and end along the axis, from 0 to its length.
+    `bounds` are where pieces begin and end along the axis, from 0 to its length.
     """
 
     axis: int

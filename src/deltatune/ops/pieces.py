@@ -26,11 +26,7 @@ from .tracing.turns import Turn, blank
 
 
 class States:
-    """The states of a recurrent layer, in the place of mlx-lm's ArraysCache.
-
-    Args:
-        arrays: The states before the piece; None for each at the start of a row.
-    """
+    """The states of a recurrent layer before a piece, in the place of mlx-lm's ArraysCache; None at a row's start."""
 
     lengths = left_padding = None
 
@@ -60,9 +56,7 @@ class States:
 class KeysAndValues:
     """The keys and values of an attention layer, in the place of mlx-lm's KVCache.
 
-    Args:
-        offset: How many tokens came before the piece.
-        before: Their keys and values, [B, heads, offset, size] each; None if nothing reads them.
+    `offset` tokens came before the piece, with keys and values [B, heads, offset, size]; None if nothing reads them.
     """
 
     def __init__(self, offset: int, before: Sequence[mx.array] | None):
@@ -100,12 +94,10 @@ class StatesAndKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Carry:
-    """The arrays that a layer carries from one piece to the next; none where no token sees another.
+    """The arrays that a layer carries from one piece to the next: states of a recurrence, then keys and values.
 
-    Args:
-        states: How many states of a recurrence it carries.
-        attends: Whether it carries keys and values, behind the states.
-        packed: Whether a piece of attention can be told which documents its keys belong to.
+    It carries none where no token sees another. Unless it is `packed`, a piece of attention cannot be told which
+    documents its keys belong to.
     """
 
     states: int = 0

@@ -37,11 +37,7 @@ _open = 0
 
 @contextmanager
 def drawing_with(state: list[mx.array]) -> Iterator[None]:
-    """Within the context, draws continue from the key in `state`, and leave the next key there.
-
-    Args:
-        state: A list of one key, [2] uint32.
-    """
+    """Within the context, draws continue from the key in `state`, [2] uint32, and leave the next key there."""
     with trace.having(random_key=state), _served():
         yield
 

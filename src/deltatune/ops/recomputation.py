@@ -33,10 +33,8 @@ Compute = Callable[[Arrays], Arrays]
 def small_cases() -> Iterator[list[str]]:
     """Within the context deltatune's cheap operators serve arrays of any size, and kernels' by MLX's operations.
 
-    So a case of a few numbers shows whether a layer hands its arrays to them rightly, on any machine.
-
-    Yields:
-        A list that grows by the name of each serving operator.
+    So a case of a few numbers shows whether a layer hands its arrays to them rightly, on any machine. Yielded is a list
+    that grows by the name of each serving operator.
     """
     served: list[str] = []
     with dispatch.having(small_case=served):
@@ -62,11 +60,8 @@ def large_enough(x: mx.array) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A checkpointing plan: the layers and operators that a backward pass recomputes.
-
-    Attributes:
-        layers: The positions of the layers that save only their input.
-        operators: Whether the other layers recompute their cheap operators.
+    """A checkpointing plan: the positions of layers that save only their input, and whether the others recompute their
+    cheap operators.
     """
 
     layers: Sequence[int] = ()
@@ -130,11 +125,8 @@ def keeps_inputs_alone() -> bool:
 def from_inputs(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
     """Return function(*inputs), with a gradient that saves the inputs alone where `keeps_inputs_alone`.
 
-    The gradient computes the function again, and differentiates that. An array that `function` closes over gets none.
-
-    Args:
-        function: Takes arrays of floats, and returns a list of such arrays.
-        inputs: Its arguments.
+    The gradient computes the function of arrays of floats again, and differentiates that. An array that `function`
+    closes over gets none.
     """
     if not large_enough(inputs[0]) or not keeps_inputs_alone():
         return function(*inputs)
@@ -161,11 +153,7 @@ def remembered(function: Callable[..., Arrays], *inputs: mx.array) -> Arrays:
 
 @dataclass(frozen=True)
 class Input:
-    """Arrays that an operator reads, as its backward pass gets them.
-
-    Attributes:
-        compute: Computes them once more when the given cotangents exist; None where they are kept.
-    """
+    """Arrays that an operator reads; `compute` makes them once more for given cotangents, None where they are kept."""
 
     compute: Compute | None
 

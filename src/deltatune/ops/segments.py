@@ -21,10 +21,8 @@ from .tracing import trace
 class MaskRule(NamedTuple):
     """The positions that a causal mask of as many queries as keys hides beside later ones.
 
-    Attributes:
-        window: How many keys a query sees at most, itself and those before it; None for all.
-        segments: The documents of a packed batch [B, T], of which a query sees its own alone; None for rows of one.
-        read: Whether the model asked for an array, which its layers then read themselves.
+    A query sees at most `window` keys, itself and those before it (None: all), and of the documents of a packed batch
+    [B, T] its own alone. If it is `read`, the model asked for an array, which its layers then read themselves.
     """
 
     window: int | None
@@ -55,17 +53,9 @@ def last_segments(tokens: int) -> mx.array | None:
 
 
 def segments(array: mx.array | None) -> AbstractContextManager[None]:
-    """Within the context, `array` gives the segments of the batch.
+    """Within the context, `array` gives the segments of the batch; ValueError if it is not integers of two axes.
 
-    Args:
-        array: Integers [B, T], non-decreasing along T, equal for tokens of one document; None for rows of one document.
-
-    Raises:
-        ValueError: The array has another number of axes, or does not hold integers.
-
-    Example:
-        >>> with segments(mx.array([[0, 0, 0, 1, 1]])):
-        ...     loss, gradients = nn.value_and_grad(model, loss_function)(batch)
+    They are [B, T], non-decreasing along T, and equal for tokens of one document; None for rows of one document.
     """
     if array is not None and (array.ndim != 2 or not mx.issubdtype(array.dtype, mx.integer)):
         raise ValueError(f"segments: expected integers of shape [B, T], got {array.dtype} of shape {array.shape}.")
@@ -75,12 +65,8 @@ def segments(array: mx.array | None) -> AbstractContextManager[None]:
 def attention_mask(array: mx.array, window_size: int | None = None, *, read: bool = False) -> mx.array:
     """Return the causal mask [B, 1, T, T] within segments [B, T]; True where a query (row) may see a key (column).
 
-    deltatune's attention remembers the rule behind the mask, so that the mask takes no memory there.
-
-    Args:
-        array: The segments.
-        window_size: How many positions a query sees, its own included; None for all before it.
-        read: Whether layers read the mask themselves, so that no other form of it serves.
+    A query sees `window_size` positions, its own included, None for all before it. deltatune's attention remembers the
+    rule behind the mask, so that it takes no memory there, unless layers `read` it, so that no other form serves.
     """
     steps = mx.arange(array.shape[1])
     queries = steps[:, None]

@@ -23,8 +23,7 @@ def calls_through(modules: Iterable[nn.Module], around: Around) -> Iterator[None
 def as_subclasses(modules: Iterable[nn.Module], subclass: Callable[[type], type]) -> Iterator[None]:
     """Within the context, each module is of the class that `subclass` makes of its own, once for each class.
 
-    Raises:
-        RuntimeError: Other code changed the class of a module within the context; it keeps the other code's class.
+    RuntimeError where other code changed the class of a module within the context; it keeps the other code's class.
     """
     originals = {id(module): (module, type(module)) for module in modules}.values()
     classes = {original: subclass(original) for _, original in originals}

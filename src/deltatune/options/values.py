@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import numbers
 import os
 import re
 import reprlib
+import shlex
 import types
 import typing
 from collections import Counter
@@ -128,6 +130,16 @@ def short(value: object) -> str:
     """Return a value as Python writes it, cut to a length that fits a message."""
     text = _SHORT.repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+_SINGULAR = {"are": "is", "were": "was", "have": "has"}
+
+
+def agreeing(count: int, words: str) -> str:
+    """Return words that are written for several things, such as `rows have`, as they are for one, if `count` is 1."""
+    if count != 1:
+        return words
+    return " ".join(_SINGULAR.get(word) or (word[:-1] if word.endswith("s") else f"{word}s") for word in words.split())
 
 
 # One of these is among the known words where an option or its value is meant, and no column of data.
@@ -323,3 +335,49 @@ def fields_of(cls: type) -> Mapping[str, tuple[Any, Mapping[str, Any]]]:
     """The type and the metadata of each field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: (hints[field.name], field.metadata) for field in dataclasses.fields(cls)}
+
+
+THINKING = "enable_thinking"
+# Arguments of transformers' apply_chat_template that deltatune sets, or that would change its result.
+_OWN = {
+    "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "messages",
+}  # fmt: skip
+# Arguments that a single prompt may set, and rows of data have otherwise.
+_OF_PROMPTS = {"tools", "chat_template"}
+
+
+def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[str, Any]:
+    """Return variables of a chat template, by name, after a check; one `prompt` may set tools and the template, too.
+
+    A UserError refuses other things than a mapping, values that JSON lacks, and arguments that deltatune sets itself.
+    """
+    if not isinstance(options, Mapping):
+        raise UserError(f"{where}: expected a JSON object, got {short(options)}.")
+    names = [name for name in options if not isinstance(name, str)]
+    if names:
+        raise UserError(f"{where}: expected names of variables, got {short(names[0])}.")
+    if refused := options.keys() & (_OWN if prompt else _OWN | _OF_PROMPTS):
+        raise UserError(f"{where}: {min(refused)!r} is set by this command; leave it out.")
+    if not isinstance(options.get(THINKING, True), bool):
+        raise UserError(f"{where}: {THINKING}: expected true or false, got {short(options[THINKING])}.")
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: expected values of JSON ({error}), got {short(dict(options))}.") from error
+    return dict(options)
+
+
+def parsed_options(text: str, where: str, *, prompt: bool = False) -> dict[str, Any]:
+    """Return the variables that a JSON text holds, checked as by checked_options."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{where}: not JSON ({error}); give an object such as {{"{THINKING}": false}}.') from error
+    return checked_options(options, where, prompt=prompt)
+
+
+def written_options(options: Mapping[str, Any]) -> str:
+    """Return variables as a flag to be pasted into a shell: --chat-template-config '{...}'."""
+    return f"--chat-template-config {shlex.quote(json.dumps(dict(options)))}"

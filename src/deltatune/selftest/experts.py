@@ -12,7 +12,7 @@ import numpy as np
 
 from ..machine import backend
 from ..ops.experts import Projection, expert_block, grouped, trial_case
-from ..ops.experts.tolerances import EXACT, NARROW_NORM
+from ..ops.experts.trial_case import EXACT, NARROW_NORM
 from ..ops.operator.case import Case
 from ..ops.operator.measure import ROUNDING, relative_norm
 from .outcome import FAILED, PASSED, Check, Outcome, not_run, tried

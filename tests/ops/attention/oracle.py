@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from deltatune.ops.attention.float64 import attention64
+from deltatune.ops.attention.trial_case import attention64
 from poison import poison
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deltatune.ops.attention import attention_blocked, attention_naive
-from deltatune.ops.attention.tolerances import fp32_bound, half_norm
+from deltatune.ops.attention.trial_case import fp32_bound, half_norm
 
 # A block has so few scores here that rows of these lengths have several blocks.
 FEW = 32 * 70

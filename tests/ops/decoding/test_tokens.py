@@ -57,15 +57,21 @@ GATED = [
 
 def cases() -> Iterator[Any]:
     """Yield each kernel with the arguments of a case: weights in fp32 in every second one."""
-    for number, dtype in (param.values for param in in_two_dtypes(range(len(ATTENTION)))):
-        yield attention_token, (*ATTENTION[number], dtype)
-    for number, dtype in (param.values for param in in_two_dtypes(range(len(DELTA)))):
-        yield delta_token, (*DELTA[number], delta_kinds(dtype, mx.float32 if number % 2 else dtype))
-    for number, dtype in (param.values for param in in_two_dtypes(range(len(GATED)))):
-        yield gated_attention_token, (*GATED[number], (dtype, dtype, mx.float32 if number % 2 else dtype))
-    # With and without a norm, a second weight, adapters and a residual: any three of them in both types.
+    of_layers = {
+        attention_token: (ATTENTION, lambda dtype, others: (dtype,)),
+        delta_token: (DELTA, lambda dtype, others: (delta_kinds(dtype, others),)),
+        gated_attention_token: (GATED, lambda dtype, others: ((dtype, dtype, others),)),
+    }
+    for module, (layers, kinds) in of_layers.items():
+        for param in in_two_dtypes(range(len(layers))):
+            number, dtype = param.values
+            case = (*layers[number], *kinds(dtype, mx.float32 if number % 2 else dtype))
+            yield pytest.param(module, case, marks=param.marks)
+    # With and without a norm, a second weight, adapters and a residual: any three of them in both types. The daily run
+    # has any two of them, either, and neither.
     for parts in itertools.product([False, True], repeat=4):
-        yield linear_token, (parts, list(linear_token.BOUNDS)[sum(parts) % 2], TokenBlock(2, 2, 8))
+        case = (parts, list(linear_token.BOUNDS)[sum(parts) % 2], TokenBlock(2, 2, 8))
+        yield pytest.param(linear_token, case, marks=[pytest.mark.weekly] * (sum(parts) in (2, 3)))
 
 
 def named(value: Any) -> str:

@@ -12,7 +12,7 @@ from deltatune.machine import backend
 from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
-from deltatune.ops.experts.tolerances import EXACT, EXACT_ELEMENT, ROUNDINGS_ON_GPU
+from deltatune.ops.experts.trial_case import EXACT, EXACT_ELEMENT, ROUNDINGS_ON_GPU
 from deltatune.ops.operator.measure import ROUNDING
 from deltatune.ops.pointwise import scored_swiglu, unpacking
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients

@@ -13,8 +13,8 @@ from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts import projection as projection_module
 from deltatune.ops.experts.grouped_hopper import GroupedProduct, Packed
 from deltatune.ops.experts.tiles import Chunk, Sorted
-from deltatune.ops.experts.tolerances import NARROW_NORM
-from deltatune.ops.operator import first_use
+from deltatune.ops.experts.trial_case import NARROW_NORM
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import unpacking
 from dense_experts import LEAVES, NAMES, Case, block, errors, expected, value_and_gradients
 from layouts import has_gaps
@@ -66,7 +66,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(grouped, "product", lambda *of: lambda: [product(*of)])
     monkeypatch.setattr(grouped, "gradient", lambda *of: lambda: [gradient(*of)])
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     return calls
 
 
@@ -227,7 +227,7 @@ def test_other_packings_are_unpacked_as_a_whole(packing, of_experts):
 
 def test_a_kernel_that_is_wrong_leaves_the_matrices_to_be_unpacked(of_experts, monkeypatch):
     """The group size is the last part of a product's kind."""
-    monkeypatch.setattr(first_use, "is_right", lambda _, *kind, **__: kind[-1] not in (32, 64))
+    monkeypatch.setattr(kernel_operator, "is_right", lambda _, *kind, **__: kind[-1] not in (32, 64))
     _gradients(8, group_size=64, bits=4)
     assert of_experts()
     assert not any(call[3] for call in of_experts())
@@ -235,6 +235,6 @@ def test_a_kernel_that_is_wrong_leaves_the_matrices_to_be_unpacked(of_experts, m
 
 def test_a_product_that_the_kernel_cannot_compute_is_unpacked_alone(of_experts, monkeypatch):
     """Products of packed matrices onto others are wrong here, so that the last of the backward pass unpacks first."""
-    monkeypatch.setattr(first_use, "is_right", lambda _, *kind, **__: kind[2:3] != (True,) or kind[-1] == 0)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda _, *kind, **__: kind[2:3] != (True,) or kind[-1] == 0)
     _gradients(8, group_size=64, bits=4)
     assert [call for call in of_experts() if not call[3]] == [(False, True, 0, False)]

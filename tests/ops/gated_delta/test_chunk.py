@@ -218,8 +218,8 @@ def test_packed_documents_get_the_gradients_they_get_alone(per_channel, erases, 
 
 
 def _peak(length: int, per_channel: bool, erases: bool, peak_bytes, dtype: mx.Dtype = mx.float32) -> int:
-    """Return the peak of bytes beyond the inputs while every gradient is computed by mx.compile, for 4 heads of 128."""
-    shape = (1, length, 4, 128)
+    """Return the peak of bytes beyond the inputs while every gradient is computed by mx.compile, for 2 heads of 128."""
+    shape = (1, length, 2, 128)
     q, k, v, dy = (mx.random.normal(shape, dtype, key=mx.random.key(n)) for n in range(4))
     k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
     log_g = mx.full(shape if per_channel else shape[:3], -0.1)
@@ -232,19 +232,21 @@ def _peak(length: int, per_channel: bool, erases: bool, peak_bytes, dtype: mx.Dt
 
 @pytest.mark.any_blas
 @pytest.mark.skipif(backend.device() != "cpu", reason="counts what a CPU holds")
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(mx.float32, marks=pytest.mark.weekly), mx.bfloat16], ids=["fp32", "bf16"]
+)
 def test_memory_of_the_backward_pass(per_channel, erases, peak_bytes, dtype):
     """Saved states and returned gradients grow with the sequence; the working space of a group does not.
 
     Copies in fp32 of a group's 16-bit inputs are not kept from the forward to the backward pass.
     """
     short, long = (_peak(length, per_channel, erases, peak_bytes, dtype) for length in (1024, 3072))
-    results = 4 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
-    states = 4 * 4 * 128 * 128 / 64
-    per_head = 8 * 4 * 4  # gates, betas and their gradients
-    late = 2e6  # what one operation has not given back yet when the next begins
+    results = 2 * 4 * 128 * (4 + per_channel)  # bytes a token: gradients of q, k, v (and the gates), and of y
+    states = 2 * 4 * 128 * 128 / 64
+    per_head = 8 * 2 * 4  # gates, betas and their gradients
+    late = 1e6  # what one operation has not given back yet when the next begins
     assert long - short <= (3072 - 1024) * (results + states + per_head) + late
-    assert short <= (80e6 if per_channel else 60e6)
+    assert short <= (40e6 if per_channel else 30e6)
 
 
 def test_nothing_of_an_earlier_document_remains(per_channel, erases, chunk, case_named, run, cotangents):

@@ -4,15 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.gated_delta.channel_gram import decay_levels, gram, gram_backward
-from deltatune.ops.gated_delta.chunking import (
-    Chunking,
-    choose_chunking,
-    empty_chunks,
-    group_of,
-    sequence_of,
-    write_group,
-)
+from deltatune.ops.gated_delta.channel import decay_levels, gram, gram_backward
+from deltatune.ops.gated_delta.chunk import Chunking, choose_chunking, empty_chunks, group_of, sequence_of, write_group
 from deltatune.ops.gated_delta.triangular import BLOCK, blocked_inverse, unit_lower_inverse
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from deltatune.ops.gated_delta.fused_channel import FILES
+from deltatune.ops.gated_delta.fused import FILES
 from deltatune.ops.kernels.launch import FOLDER, Kernel, Launch, header, on
 
 TYPES = {

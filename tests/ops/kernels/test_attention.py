@@ -12,8 +12,7 @@ from beside import load
 from deltatune.ops.attention import hopper
 from deltatune.ops.attention.fused import FILES
 from deltatune.ops.attention.fused_op import attention_fused, segment_spans, unsupported
-from deltatune.ops.attention.tolerances import NORMAL, half_norm
-from deltatune.ops.attention.trial_case import KernelShape, trial_case
+from deltatune.ops.attention.trial_case import NORMAL, KernelShape, half_norm, trial_case
 from deltatune.ops.kernels.launch import header, on
 from deltatune.ops.operator.case import judged
 
@@ -125,7 +124,7 @@ def test_hopper(name, run, oracle):
     assert max(found.values()) <= HALF * half_norm(str(dtype).rpartition(".")[2]), found
 
 
-@pytest.mark.parametrize("size", [32, 80])
+@pytest.mark.parametrize("size", [32, pytest.param(80, marks=pytest.mark.weekly)])
 def test_towers_in_fp32_pass_their_trial_with_exponentials_as_rough_as_metal_allows(size, make, host_module):
     """The narrowest and the widest of the doctor's, whose errors beside their results are the largest."""
     rough = make(host_module.with_rough_exponentials(TEXT, "exp2"))

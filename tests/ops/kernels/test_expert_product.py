@@ -14,9 +14,9 @@ from host_machine import HostMachine, OneKernelReplaced, cuda_text, defects, pla
 from deltatune.machine import backend, nvidia
 from deltatune.ops.experts import grouped, grouped_hopper, trial_case
 from deltatune.ops.experts.grouped_hopper import GroupedProduct, HopperTile, Packed
-from deltatune.ops.experts.tolerances import GROUPED
+from deltatune.ops.experts.trial_case import GROUPED
 from deltatune.ops.kernels.launch import Launch, header
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import as_float64, relative_error
 
 PORTABLE, HOPPER = header("metal", grouped.FILES), cuda_text(grouped_hopper.PRODUCT)
@@ -260,8 +260,9 @@ def test_each_multiprocessor_gets_several_blocks(monkeypatch):
     assert launch.values["BLOCKS"] == 12
 
 
-@pytest.mark.parametrize("transpose", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "packed", "with an adapter"])
+@pytest.mark.parametrize(
+    ("kind", "transpose"), [("plain", True), ("packed", True), ("packed", False), ("with an adapter", False)]
+)
 def test_operands_that_start_anywhere(kind, transpose, on_hopper):
     """The host's buffers are all aligned, so the text says that they are not."""
     text = plant(HOPPER, "return (uintptr_t)p % 16 == 0;", "return false;")
@@ -339,12 +340,12 @@ def gpu(monkeypatch):
     """Return gpu(machine): MLX passes for running on an NVIDIA GPU that this machine stands for; nothing is tried."""
 
     def use(machine) -> None:
-        first_use.forget()
+        kernel_operator.forget()
         monkeypatch.setattr(backend, "device", lambda: "cuda")
         monkeypatch.setattr(Launch, "run", lambda launch: machine.run(launch))
 
     yield use
-    first_use.forget()
+    kernel_operator.forget()
 
 
 def tried() -> list[bool]:

@@ -250,12 +250,6 @@ def test_refuses_vmap_by_name(mapped, around):
         mx.vmap(around(loss), in_axes=axes)(*arrays.values())
 
 
-def test_chunk_can_be_mapped():
-    arrays = arguments()
-    y = mx.vmap(lambda *given: gated_delta_chunk(*given)[0])(*[mx.stack([array] * 2) for array in arrays.values()])
-    close([y[0], y[1]], [gated_delta_chunk(*arrays.values())[0]] * 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

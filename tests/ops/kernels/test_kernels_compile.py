@@ -107,22 +107,17 @@ def passes(dtype: mx.Dtype) -> None:
 
 def experts(dtype: mx.Dtype) -> None:
     ends = mx.array([1, 40], mx.int32)
-    for inputs, outputs in ((72, 136), (136, 8), (8, 72)):
+    # Layouts, and a sum onto another array, by turns: the tile follows from the sizes, and the text branches on one.
+    for inputs, outputs, transpose, onto in ((72, 136, True, True), (136, 8, False, False), (8, 72, True, False)):
         rows, d, weight = (mx.zeros(shape, dtype) for shape in ((40, inputs), (40, outputs), (2, outputs, inputs)))
-        turned = weight.swapaxes(1, 2)
-        for operands in (
-            GroupedProduct(rows, weight, ends, True),
-            GroupedProduct(rows, turned, ends, False),
-            GroupedProduct(rows, weight, ends, True, 2.0, d),
-        ):
-            mx.eval(grouped.product(operands)())
-        mx.eval(grouped.gradient(None, d, rows, ends)())
+        operands = weight if transpose else weight.swapaxes(1, 2), ends, transpose, 2.0, d if onto else None
+        mx.eval(grouped.product(GroupedProduct(rows, *operands))(), grouped.gradient(None, d, rows, ends)())
 
 
 def experts_on_hopper() -> None:
     ends, tile = mx.array([1, 40], mx.int32), grouped_hopper.product_tile(256, 2)
     rows, weight = mx.zeros((40, 256), mx.bfloat16), mx.zeros((2, 256, 256), mx.bfloat16)
-    for transpose, onto, rank in ((True, None, 8), (True, rows, 0), (False, None, 0), (False, rows, 8)):
+    for transpose, onto, rank in ((True, rows, 0), (False, None, 8)):
         factor = mx.zeros((2, 256, rank) if transpose else (2, rank, 256), mx.bfloat16)
         adapter = (mx.zeros((40, rank), mx.bfloat16), factor) if rank else None
         mx.eval(grouped.product(GroupedProduct(rows, weight, ends, transpose, 1.0, onto, adapter), tile)())

@@ -2,27 +2,29 @@
 
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.attention import long_launches
+from beside import load
+from deltatune.ops.attention import fused_op
 from deltatune.ops.attention.fused import FILES, TILE
 from deltatune.ops.attention.fused_op import attention_fused
 from deltatune.ops.kernels.launch import header, on
 
+oracle = load(Path(__file__).parents[1] / "attention" / "oracle.py")
+LENGTH, HEADS, SIZE = 200, (2, 1), 16
 CASES = {
-    "causal": {},
-    "packed": {"segments": True},
+    "packed": {"segments": "long"},
     "a window": {"window": 50},
-    "a window as long as a part": {"window": 100, "segments": True},
+    "a window as long as a part": {"window": 100, "segments": "long"},
     "sinks": {"with_sinks": True},
-    "a piece of a row": {"queries": 100},
+    "a piece of a row": {"queries": 100, "keys": LENGTH},
     "all keys": {"causal": False},
-    "packed, all keys": {"causal": False, "segments": True},
+    "packed, all keys": {"causal": False, "segments": "long"},
 }
-LENGTH, KEY_HEADS, HEADS, SIZE = 200, 1, 2, 16
 
 
 @pytest.fixture(scope="module")
@@ -30,37 +32,29 @@ def machine(host_folder, host_module):
     return host_module.HostMachine(host_folder, header("metal", FILES))
 
 
-def differentiate(machine, launches: list, queries=LENGTH, segments=False, with_sinks=False, **options):
-    """Return y and all gradients as NumPy arrays; the names and grids of the launches go to `launches`."""
-    draw = np.random.default_rng(3)
-    shapes = [(2, HEADS, queries, SIZE), *[(2, KEY_HEADS, LENGTH, SIZE)] * 2, (2, HEADS, queries, SIZE)]
-    q, k, v, dy = (mx.array(draw.normal(size=shape).astype(np.float32)) for shape in shapes)
-    sinks = [mx.array(draw.normal(size=HEADS).astype(np.float32))] if with_sinks else []
-    if segments:
-        options["segments"] = mx.array(np.cumsum(draw.uniform(size=(2, LENGTH)) < 0.02, axis=1).astype(np.int32))
-
-    def execute(launch):
-        launches.append((launch.name, launch.blocks))
-        return machine.run(launch, seed=1)
-
-    def call(*given):
-        run = partial(attention_fused, machine="metal", scale=0.25, **options)
-        return [run(*given[:3], sinks=given[3] if with_sinks else None)]
-
-    with on(execute):
-        outputs, gradients = mx.vjp(call, [q, k, v, *sinks], [dy])
-    return [np.array(x) for x in (*outputs, *gradients)]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
+    case = oracle.Case(name, **{"batch": 2, "heads": HEADS, "queries": LENGTH, "size": SIZE} | CASES[name])
+
+    def computed():
+        return oracle.differentiate(partial(attention_fused, machine="metal"), case)[0]
+
+    def differentiate(launches):
+        def execute(launch):
+            launches.append((launch.name, launch.blocks))
+            return machine.run(launch)
+
+        machine.foresee(computed)
+        with on(execute):
+            return computed()
+
     whole, divided = [], []
-    expected = differentiate(machine, whole, **CASES[name])
-    monkeypatch.setattr(long_launches, "MOST_MULTIPLICATIONS", 2 * HEADS * 3 * SIZE * LENGTH * LENGTH / 8)
-    found = differentiate(machine, divided, **CASES[name])
-    for one, other in zip(found, expected, strict=True):
-        assert np.isfinite(one).all()
-        assert one.tobytes() == other.tobytes()
+    expected = differentiate(whole)
+    monkeypatch.setattr(fused_op, "MOST_MULTIPLICATIONS", 2 * 2 * 3 * SIZE * LENGTH * LENGTH / 8)
+    found = differentiate(divided)
+    for key, array in expected.items():
+        assert mx.isfinite(array).all()
+        assert mx.array_equal(found[key].view(mx.uint32), array.view(mx.uint32)), key
     assert len(whole) == 4
     if name == "packed, all keys":
         assert divided == whole
@@ -77,7 +71,7 @@ def test_parts_have_the_bits_of_one_launch(name, machine, monkeypatch):
     [(8192, 8192, True, 0), (3000, 8192, True, 0), (8192, 8192, True, 1000), (4096, 4096, False, 0)],
 )
 def test_parts_are_whole_tiles_with_about_as_many_pairs(queries, keys, causal, window, of_keys):
-    found = long_launches.divided(queries, keys, causal, window, 2.0e6, of_keys)
+    found = fused_op.divided(queries, keys, causal, window, 2.0e6, of_keys)
     assert found[0][0] == 0
     assert found[-1][1] == (keys if of_keys else queries)
     assert all(one[1] == other[0] and one[1] % TILE == 0 for one, other in pairwise(found))
@@ -93,6 +87,6 @@ def test_parts_are_whole_tiles_with_about_as_many_pairs(queries, keys, causal, w
 
 def test_a_row_of_32k_tokens_is_no_launch_of_four_seconds():
     """Heads of Qwen3.5-0.8B: 8 of 256. A usual row is one launch."""
-    pairs = long_launches.MOST_MULTIPLICATIONS / (8 * 4 * 256)
-    assert len(long_launches.divided(32768, 32768, True, 0, pairs, of_keys=True)) == 7
-    assert len(long_launches.divided(8192, 8192, True, 0, pairs)) == 1
+    pairs = fused_op.MOST_MULTIPLICATIONS / (8 * 4 * 256)
+    assert len(fused_op.divided(32768, 32768, True, 0, pairs, of_keys=True)) == 7
+    assert len(fused_op.divided(8192, 8192, True, 0, pairs)) == 1

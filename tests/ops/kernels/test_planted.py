@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from host_machine import defects, some_daily
 
-from deltatune.ops.gated_delta.fused_channel import FILES
+from deltatune.ops.gated_delta.fused import FILES
 from deltatune.ops.gated_delta.tolerances import FUSED_STATE_NORM, OVERSHOOTING, fused_bf16_norm, fused_bound
 from deltatune.ops.kernels.launch import header
 

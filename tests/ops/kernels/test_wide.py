@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from deltatune.ops.gated_delta.fused_channel import FILES
+from deltatune.ops.gated_delta.fused import FILES
 from deltatune.ops.gated_delta.fused_op import tiling_of
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY
 from deltatune.ops.kernels.launch import header

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deltatune.ops.operator import case as case_module
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.case import Case, judged, measured
 
 INFINITE = float("inf")
@@ -89,13 +89,13 @@ def test_memory_holds_nan_before_the_call_that_counts(monkeypatch):
 
 
 def test_a_kernel_passes_within_its_bound(caplog):
-    assert first_use.agrees(case_of(bound=0.011), off_by(1.01))
+    assert kernel_operator.agrees(case_of(bound=0.011), off_by(1.01))
     assert not caplog.text
 
 
 @pytest.mark.parametrize("factor", [1.01, INFINITE, float("nan")])
 def test_a_kernel_with_too_large_an_error_is_reported(factor, caplog):
-    assert not first_use.agrees(case_of(), off_by(factor), "plain products")
+    assert not kernel_operator.agrees(case_of(), off_by(factor), "plain products")
     assert "a kernel is off by" in caplog.text
     assert "so plain products serve instead" in caplog.text
 
@@ -104,14 +104,14 @@ def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
     def fails(_):
         raise RuntimeError("first line\nsecond line")
 
-    assert not first_use.agrees(case_of(), fails)
+    assert not kernel_operator.agrees(case_of(), fails)
     assert "a kernel does not run on this machine" in caplog.text
     assert "first line" in caplog.text
     assert "second line" not in caplog.text
 
 
 def test_each_kind_is_tried_once(monkeypatch):
-    monkeypatch.setattr(first_use, "_right", {})
+    monkeypatch.setattr(kernel_operator, "_right", {})
     tried = []
 
     def counted(bound, *_arrays):
@@ -120,13 +120,13 @@ def test_each_kind_is_tried_once(monkeypatch):
 
     run = off_by(1.01)
     for _ in range(2):
-        assert first_use.is_right(counted, 0.1, run=run)
-        assert not first_use.is_right(counted, 1e-3, run=run)
-        assert first_use.is_right(counted, 0.1, run=right)
-        assert first_use.is_right(counted, 0.1, run=run, arrays=[mx.zeros(1)])
+        assert kernel_operator.is_right(counted, 0.1, run=run)
+        assert not kernel_operator.is_right(counted, 1e-3, run=run)
+        assert kernel_operator.is_right(counted, 0.1, run=right)
+        assert kernel_operator.is_right(counted, 0.1, run=run, arrays=[mx.zeros(1)])
     assert tried == [0.1, 1e-3, 0.1, 0.1]
-    first_use.forget()
-    assert not first_use._right
+    kernel_operator.forget()
+    assert not kernel_operator._right
 
 
 def test_results_may_be_arrays_of_numpy():
@@ -143,8 +143,8 @@ def test_a_kernel_that_metals_compiler_refuses_is_not_given_to_it_by_the_next_pr
 
     monkeypatch.setenv("DELTATUNE_CACHE", str(tmp_path))
     for process in range(2):
-        first_use.forget()
-        assert not first_use.is_right(case_of, 1e-3, run=refused)
+        kernel_operator.forget()
+        assert not kernel_operator.is_right(case_of, 1e-3, run=refused)
         assert len(caplog.messages) == process + 1
         (log,) = tmp_path.rglob("*.log")
         assert f"error: no 'simdgroup_bfloat8x8' (all that it says is in {log})" in caplog.messages[process]
@@ -152,6 +152,6 @@ def test_a_kernel_that_metals_compiler_refuses_is_not_given_to_it_by_the_next_pr
         assert said in log.read_text()
     assert len(tried) == 1
     # Another kind of kernel is tried, and what is right is not stored.
-    assert first_use.is_right(case_of, 1e-4, run=right)
+    assert kernel_operator.is_right(case_of, 1e-4, run=right)
     assert len(list(tmp_path.rglob("*.json"))) == 1
-    first_use.forget()
+    kernel_operator.forget()

@@ -13,7 +13,7 @@ from deltatune.machine import backend, environment
 from deltatune.ops.attention import choice
 from deltatune.ops.attention.trial_case import AttentionCall
 from deltatune.ops.kernels import cubin, nvrtc
-from deltatune.ops.operator import candidates, first_use, verdicts
+from deltatune.ops.operator import candidates, kernel_operator, verdicts
 from deltatune.ops.operator.foresight import foreseen
 from deltatune.ops.operator.operator import Candidate
 from deltatune.ops.pointwise import silu, squares
@@ -26,10 +26,10 @@ gpu = load(Path(__file__).parents[1] / "kernels" / "pretended_gpu.py").gpu
 def cuda(gpu, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(environment, "cores", lambda: 8)
-    for module in (first_use, verdicts):
+    for module in (kernel_operator, verdicts):
         module.forget()
     yield gpu
-    for module in (first_use, verdicts):
+    for module in (kernel_operator, verdicts):
         module.forget()
 
 

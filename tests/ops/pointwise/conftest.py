@@ -8,7 +8,7 @@ from host_machine import HostMachine
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Launch, header, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import adam, stored_moments
 
 
@@ -40,7 +40,7 @@ def check_trial(execute, caplog):
         for run, warning in ((execute, None), (wrong, "off by"), (fails, "no compiler")):
             with caplog.at_level(logging.WARNING):
                 caplog.clear()
-                assert first_use.agrees(case, run) is (warning is None)
+                assert kernel_operator.agrees(case, run) is (warning is None)
                 assert (warning or "") in caplog.text
 
     return check

@@ -6,7 +6,7 @@ import pytest
 
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import Launch, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import joining, squares
 from deltatune.ops.pointwise.joining import end_to_end
 from deltatune.ops.pointwise.squares import sum_of_squares
@@ -57,7 +57,7 @@ def test_when_launches_are_used(monkeypatch):
         return [launch.inputs["before"] + launch.inputs["x"].square().sum() / launch.inputs["before"].size]
 
     monkeypatch.setattr(Launch, "run", run)
-    monkeypatch.setattr(first_use, "is_right", lambda _case_of, dtype, **_: dtype != mx.float16)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda _case_of, dtype, **_: dtype != mx.float16)
     arrays = random_arrays(mx.float32)
     for device, times in (("cpu", 0), ("metal", 0), ("cuda", len(SHAPES))):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
@@ -87,7 +87,7 @@ def test_when_arrays_are_joined_by_launches(monkeypatch):
         return [mx.concatenate([array.reshape(-1) for array in launch.inputs.values()])]
 
     monkeypatch.setattr(Launch, "run", run)
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     arrays = random_arrays(mx.float32)
     many = arrays * (1 + joining.MOST // len(arrays))
     cases = [arrays, arrays[:1], [arrays[0], arrays[1].astype(mx.bfloat16)], many]

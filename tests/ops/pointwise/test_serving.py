@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.machine import backend
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import (
     adam,
     joining,
@@ -78,10 +78,10 @@ SERVING = {
 @pytest.mark.parametrize("name", SERVING)
 def test_which_calls_kernels_serve(name, monkeypatch):
     serves, right, others = SERVING[name]
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: True)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: True)
     for device in ("cpu", "metal", "cuda"):
         monkeypatch.setattr(backend, "device", lambda device=device: device)
         assert {serves(*call) for call in right} == {device == "cuda"}
     assert not any(serves(*call) for call in others)
-    monkeypatch.setattr(first_use, "is_right", lambda *_, **__: False)
+    monkeypatch.setattr(kernel_operator, "is_right", lambda *_, **__: False)
     assert not any(serves(*call) for call in right)

@@ -13,7 +13,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from deltatune.machine import backend
 from deltatune.ops.cross_entropy import linear_cross_entropy, linear_token_losses
 from deltatune.ops.kernels.launch import Launch, header, on
-from deltatune.ops.operator import first_use
+from deltatune.ops.operator import kernel_operator
 from deltatune.ops.pointwise import vocabulary_loss
 from deltatune.ops.pointwise.vocabulary_loss import FILES, exact_losses, split_at_targets, vocabulary_losses
 from deltatune.plan.array_layout import ArrayLayout
@@ -141,14 +141,14 @@ def test_the_trial_sees_small_gradients_in_bf16(wrong, execute):
             return [mx.where(is_target, results[0], 1.1 * results[0])]
         return [*results[:2], results[2] / 1.1] if launch.name == wrong else results
 
-    assert first_use.agrees(vocabulary_loss.trial_case(mx.bfloat16), execute)
-    assert not first_use.agrees(vocabulary_loss.trial_case(mx.bfloat16), run)
+    assert kernel_operator.agrees(vocabulary_loss.trial_case(mx.bfloat16), execute)
+    assert not kernel_operator.agrees(vocabulary_loss.trial_case(mx.bfloat16), run)
 
 
 @pytest.fixture
 def launches(monkeypatch, pretend_gpu, execute):
     """The names of the launches, which the host machine runs while the device passes for an NVIDIA GPU."""
-    is_right = first_use.is_right
+    is_right = kernel_operator.is_right
     monkeypatch.setattr(vocabulary_loss, "LEAST", 0)
     names = pretend_gpu(execute, lambda *kind, **_: is_right(*kind, run=execute))
     with on(None):
@@ -223,4 +223,4 @@ def test_a_plan_for_an_nvidia_gpu_has_no_fp32_logits():
     assert wide_logits()
     with pretended("cuda"):
         assert not wide_logits()
-    first_use.forget()
+    kernel_operator.forget()

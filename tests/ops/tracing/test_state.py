@@ -21,11 +21,11 @@ OF_THE_PROCESS = {
     "machine.startup._problem": "what is wrong with the machine, until a command says so",
     "ops.kernels.builds._builds": "the code of the kernels that this process has built or builds",
     "ops.operator.candidates._announced": "the messages that were shown",
-    "ops.operator.first_use._right": "which kernels were right in this process",
+    "ops.operator.kernel_operator._right": "which kernels were right in this process",
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
     "ops.operator.verdicts._timed": "which implementations this process has timed",
-    "train.distillation.teacher._teachers": "the teachers that were loaded, for the plan and the run",
+    "train.distillation._teachers": "the teachers that were loaded, for the plan and the run",
     "ops.operator.verdicts._known": "which implementations were right on this machine",
     "patches._open": "what asks for the patches to be in force",
     "patches.evidence._known": "the functions of upstream that were compared",
@@ -39,9 +39,9 @@ BY_IDENTITY = {
     "ops.experts.readers": "two scales, compared within one call",
     "ops.tracing.known": "arrays: the one table of them",
     "ops.watched_calls": "modules, in the context that changes their classes",
-    "patches.holders": "functions of upstream, which live as long as their modules",
-    "patches.callers": "the objects above a call, while somebody asks who calls",
-    "patches.verify": "the same, compared with a model's layers",
+    "patches.evidence": "functions of upstream, which live as long as their modules",
+    "patches.patch_report": "the objects above a call, compared with the layers of a model",
+    "patches.whole_rows": "the objects above a call, while somebody asks who calls",
 }
 _CHANGING = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),
@@ -58,8 +58,8 @@ def modules() -> list[tuple[str, ast.Module]]:
 
 def context_variables(tree: ast.AST) -> int:
     """How many context variables, or variables of a thread, a module makes."""
-    called = [ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return sum(name in ("ContextVar", "local") for name in called)
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return sum(getattr(f, "id", getattr(f, "attr", None)) in ("ContextVar", "local") for f in called)
 
 
 def globals_that_change(tree: ast.Module) -> set[str]:
@@ -67,7 +67,7 @@ def globals_that_change(tree: ast.Module) -> set[str]:
     assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     targets = [target for node in assigned for target in (node.targets if hasattr(node, "targets") else [node.target])]
     names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-    changed: set[str] = set()
+    changed: set[str | None] = set()
     for function in ast.walk(tree):
         if not isinstance(function, _FUNCTIONS):
             continue
@@ -75,9 +75,9 @@ def globals_that_change(tree: ast.Module) -> set[str]:
             if isinstance(node, ast.Global):
                 changed |= set(node.names)
             elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
-                changed.add(ast.unparse(node.value))
+                changed.add(getattr(node.value, "id", None))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
-                changed.add(ast.unparse(node.func.value))
+                changed.add(getattr(node.func.value, "id", None))
     return changed & names
 
 

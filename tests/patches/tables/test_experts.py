@@ -13,6 +13,7 @@ from deltatune.machine import backend
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.patches.tables import experts
+from families import weekly_but
 from model_gradients import without_gradient
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")
@@ -94,7 +95,7 @@ def test_whole_families(tiny_model, served, family):
     compare(blocks(model)[-1], served, 64)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", weekly_but(FAMILIES, "qwen3_5_moe", "bailing"))
 def test_a_forgotten_train_has_its_gradient(tiny_model, family):
     """Its forward pass is upstream's bit for bit."""
     block = blocks(tiny_model(family))[-1]

@@ -14,9 +14,8 @@ from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.vision.media import media_reader
 from deltatune.errors import UserError
+from deltatune.models.checkpoint_writer import TrainedCheckpoint, merge_checkpoint
 from deltatune.models.load import load
-from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.models.trained_checkpoint import TrainedCheckpoint
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
 from deltatune.train.evaluation.samples import Samples
@@ -56,7 +55,7 @@ def runs(model, folder, tmp_path_factory):
     """The folder of a run with samples, and that of one without."""
     target = tmp_path_factory.mktemp("runs")
     prompts = ["--sample-prompts", "why", str(folder / "asked" / "prompts.jsonl")]
-    for name, asked in (("sampled", [*prompts, "--steps-per-sample", "1", "--sample-max-tokens", "6"]), ("plain", [])):
+    for name, asked in (("sampled", [*prompts, "--steps-per-eval", "1", "--sample-max-tokens", "6"]), ("plain", [])):
         flags = options(model, folder, target / name, iters=3, dropout=0.2, **{"max-pixels": LIMIT})
         done = called("train", *flags, *asked)
         assert done.returncode == 0, done.stderr

@@ -180,7 +180,7 @@ def _with_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_empty(message: Any) -> Any:
-    return present_fields(message) if isinstance(message, Mapping) else message
+    return present_fields(message) | {"content": message.get("content")} if isinstance(message, Mapping) else message
 
 
 # An answer that is tokenised already, or the row of a conversation.

@@ -10,8 +10,7 @@ from typing import Any
 from ...errors import UserError
 from ..rows.row_formats import json_text
 from ..rows.unread_columns import TEXT_KEYS, is_absent, refuse_unknown_keys, text_of
-from .image_files import SizedImage
-from .images import SIZE_OPTIONS, size_options
+from .images import SIZE_OPTIONS, SizedImage, size_options
 from .videos import Video
 
 IMAGE = "image"

@@ -11,7 +11,7 @@ from ...machine import backend
 from .. import IMPLEMENTATIONS
 from ..operator.operator import Candidate, Operator
 from ..tracing import trace
-from . import fused_op, trial_case, workloads
+from . import fused_op, trial_case
 from .blocked import attention_blocked
 from .fused import FusedOptions
 from .naive import attention_naive
@@ -87,7 +87,7 @@ OPERATOR = Operator(
     },
     case_of=trial_case.trial_case,
     timed_case_of=trial_case.timed_case,
-    examples=workloads.calls,
-    compare_last=workloads.compare_blocked,
-    workloads=workloads.workloads,
+    examples=trial_case.calls,
+    compare_last=trial_case.compare_blocked,
+    workloads=trial_case.workloads,
 )

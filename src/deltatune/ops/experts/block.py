@@ -67,25 +67,12 @@ def expert_block(
 ) -> mx.array:
     """Compute the sum over k of scores * down(activation(up(x), gate(x))), each with the expert that `indices` names.
 
-    Gradients reach x, the scores, and the arrays that each projection names in `trains`. On a CPU all products are in
-    fp32, whatever the dtype.
-
-    Args:
-        x: [..., D], fp32, bf16 or fp16.
-        indices: [..., k] integers from 0 to E - 1, without gradients. A lazy graph cannot refuse a value, so a token
-            with an index outside this range gets NaN as its output and gradient.
-        scores: [..., k], or None to return the experts' outputs without a sum.
-        up: The projection from D to I.
-        down: The projection from I to D.
-        gate: The projection from D to I; without one, the activation takes one argument.
-        activation: An elementwise function of up(x) and gate(x), without parameters.
-
-    Returns:
-        [..., D], or [..., k, D] without scores, in the dtype of x * scores.
-
-    Raises:
-        ValueError: Shapes disagree.
-        NotImplementedError: A second derivative is taken.
+    x is [..., D] in fp32, bf16 or fp16; up and gate go from D to I, and down from I to D; the activation is an
+    elementwise function without parameters, of one argument without a gate. `indices` [..., k] are integers from 0 to
+    E - 1, without gradients. A lazy graph cannot refuse a value, so a token with an index outside this range gets NaN
+    as its output and gradient. The result is [..., D], or without scores [..., k] the experts' outputs [..., k, D], in
+    the dtype of x * scores. Gradients reach x, the scores, and the arrays that each projection names in `trains`. On a
+    CPU all products are in fp32. ValueError where shapes disagree, NotImplementedError for a second derivative.
     """
     _check(x, indices, scores, up, down, gate)
     lead = indices.shape[:-1]

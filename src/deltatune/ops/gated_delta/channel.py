@@ -1,6 +1,12 @@
 """The chunks of a group with a gate per key channel: the formulas of README.md, section 4.
 
 chunk.py calls the functions of this module where log_g is [B, T, Hv, Dk], and those of scalar.py otherwise.
+
+The decay between two tokens is a vector, so it must be multiplied into the operands of q k^T and k k^T. A block of
+tokens is cut into two halves. Between a token of the second half (a row of the product) and one of the first half (a
+column), the decay is the product of two factors: that from the boundary to the row, and that from the column to the
+boundary. Each factor is a product of gates, so it is at most 1, and nothing is divided. Blocks of 2, 4, ... C tokens
+together contain every pair of tokens once.
 """
 
 from __future__ import annotations
@@ -10,9 +16,98 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .across import AcrossGradients
-from .channel_gram import Level, decay_levels, gram, gram_backward
 from .group import Gradients, Group, sum_over_value_heads
 from .triangular import unit_lower_inverse
+
+
+class Level(NamedTuple):
+    """The decays in m = C / (2w) blocks, each of two halves of w tokens."""
+
+    row_decay: mx.array  # [..., m, w, Dk]: from the boundary to after each token of the second half
+    column_decay: mx.array  # [..., m, w, Dk]: from after each token of the first half to the boundary
+
+
+def decay_levels(gate: mx.array) -> tuple[list[Level], mx.array, mx.array]:
+    """Return the decays between all tokens of a chunk, from its gates [..., C, Dk], where C is a power of two.
+
+    They are the levels for w = 1, 2, ... C / 2; the decay from the chunk's start to after each token [..., C, Dk]; and
+    that from after each token to the chunk's end [..., C, Dk].
+    """
+    *batch, size, channels = gate.shape
+    prefix = gate
+    suffix = mx.ones_like(gate)
+    levels = []
+    width = 1
+    while width < size:
+        split = (*batch, size // (2 * width), 2, width, channels)
+        prefix, suffix = prefix.reshape(split), suffix.reshape(split)
+        first, second = prefix[..., 0, :, :], prefix[..., 1, :, :]
+        levels.append(Level(second, suffix[..., 0, :, :]))
+        first_total, second_total = first[..., -1:, :], second[..., -1:, :]
+        prefix = mx.concatenate([first, second * first_total], axis=-2)
+        suffix = mx.concatenate([suffix[..., 0, :, :] * second_total, suffix[..., 1, :, :]], axis=-2)
+        width *= 2
+    return levels, prefix.reshape(gate.shape), suffix.reshape(gate.shape)
+
+
+def gram(qk: mx.array, levels: list[Level], products: int = 2) -> mx.array:
+    """Return the decayed q k^T (lower triangular) and k k^T (strictly lower), [..., 2, C, C], of qk [..., 2, C, Dk].
+
+    Of one product it is the first, [..., 1, C, C].
+    """
+    diagonal = (qk[..., 0, :, :] * qk[..., 1, :, :]).sum(axis=-1)
+    diagonal = mx.stack([diagonal, mx.zeros_like(diagonal)][:products], axis=-2)[..., None, None]
+    result = mx.broadcast_to(diagonal, (*levels[0].row_decay.shape[:-3], *diagonal.shape[-4:]))
+    for level in levels:
+        rows, columns = _operands(qk, level, products)
+        corner = rows @ columns.swapaxes(-1, -2)
+        first, second = result[..., 0::2, :, :], result[..., 1::2, :, :]
+        top = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
+        result = mx.concatenate([top, mx.concatenate([corner, second], axis=-1)], axis=-2)
+    return result.squeeze(-3)
+
+
+def gram_backward(qk: mx.array, levels: list[Level], dgram: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the gradients of q, k and the log gates, each [..., C, Dk], from dgram [..., 2 or 1, C, C].
+
+    Elements of dgram above its diagonal are not read.
+    """
+    size, channels = qk.shape[-2:]
+    products = dgram.shape[-3]
+    shape = (*dgram.shape[:-3], size, channels)
+    dq, dk, dlog = mx.zeros(shape), mx.zeros(shape), mx.zeros(shape)
+    blocks = dgram[..., None, :, :]
+    for level in reversed(levels):
+        width = level.row_decay.shape[-2]
+        rows, columns = _operands(qk, level, products)
+        corner = blocks[..., width:, :width]
+        drows = corner @ columns
+        dcolumns = (corner.swapaxes(-1, -2) @ rows).sum(axis=-4)
+        spans_rows = mx.cumsum((rows * drows).sum(axis=-4), axis=-2, reverse=True)
+        spans_columns = mx.cumsum(columns.squeeze(-4) * dcolumns, axis=-2, inclusive=False)
+        drows = drows * level.row_decay[..., None, :, :, :]
+        dcolumns = dcolumns * level.column_decay
+        dq = dq + _joined(mx.zeros_like(dcolumns), drows[..., 0, :, :, :], shape)
+        dk = dk + _joined(dcolumns, drows[..., 1, :, :, :] if products > 1 else mx.zeros_like(dcolumns), shape)
+        dlog = dlog + _joined(spans_columns, spans_rows, shape)
+        blocks = mx.stack([blocks[..., :width, :width], blocks[..., width:, width:]], axis=-3)
+        blocks = blocks.reshape(*blocks.shape[:-4], -1, width, width)
+    diagonal = blocks[..., 0, :, 0, :]
+    return dq + diagonal * qk[..., 1, :, :], dk + diagonal * qk[..., 0, :, :], dlog
+
+
+def _operands(qk: mx.array, level: Level, products: int) -> tuple[mx.array, mx.array]:
+    """Return the decayed rows [..., products, m, w, Dk] of q and k, and the decayed columns [..., 1, m, w, Dk] of k."""
+    width, channels = level.row_decay.shape[-2:]
+    split = qk.reshape(*qk.shape[:-2], -1, 2, width, channels)
+    rows = split[..., :products, :, 1, :, :] * level.row_decay[..., None, :, :, :]
+    columns = split[..., 1:, :, 0, :, :] * level.column_decay[..., None, :, :, :]
+    return rows, columns
+
+
+def _joined(first: mx.array, second: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Return [..., C, Dk] from the first and second halves of the blocks, each [..., m, w, Dk]."""
+    return mx.concatenate([first, second], axis=-2).reshape(shape)
 
 
 class _Chunks(NamedTuple):

@@ -21,7 +21,7 @@ from .tiling import Shape, Tiling
 from .trial_case import Call, Implementation
 
 
-def fused_candidate(call: Call) -> Candidate | str:
+def _fused(call: Call) -> Candidate | str:
     """Return the fused kernels, or why they do not support a call."""
     tiling_of_call = fused_op.tiling_on(backend.device())
     options = {"masked": call.masked, "segmented": call.segmented, "per_channel": call.log_g.ndim == 4}
@@ -69,18 +69,18 @@ def _native(call: Call) -> Candidate | str:
     return Candidate(function, call.shape_class(), function, atomics=atomics)
 
 
-def naive_candidate(call: Call) -> Candidate:
+def _naive(call: Call) -> Candidate:
     """Return the recurrence by its definition."""
     return Candidate(_of_call(call, gated_delta_naive))
 
 
-def chunk_candidate(call: Call) -> Candidate:
+def _chunk(call: Call) -> Candidate:
     """Return the chunkwise form."""
     function = _of_call(call, gated_delta_chunk)
     return Candidate(function, call.shape_class(), function, trusted=True)
 
 
-def chunk_bf16_candidate(call: Call) -> Candidate | str:
+def _chunk_in_bf16(call: Call) -> Candidate | str:
     """Return the chunkwise form with products in bf16 and fp32 between them, or why it does not support a call."""
     dtypes = {call.q.dtype, call.k.dtype, call.v.dtype}
     if dtypes != {mx.bfloat16} or call.log_g.ndim == 4:
@@ -99,10 +99,10 @@ OPERATOR = Operator(
         "metal": ("fused", "native", "chunk_bf16", "chunk"),
     },
     candidates={
-        "naive": naive_candidate,
-        "chunk": chunk_candidate,
-        "chunk_bf16": chunk_bf16_candidate,
-        "fused": fused_candidate,
+        "naive": _naive,
+        "chunk": _chunk,
+        "chunk_bf16": _chunk_in_bf16,
+        "fused": _fused,
         "native": _native,
     },
     case_of=trial_case.trial_case,

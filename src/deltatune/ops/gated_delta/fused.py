@@ -1,6 +1,7 @@
-"""The fused kernels for one gate per head: prepare and scan forward, reverse and gradients backward.
+"""The fused kernels for one gate per head and for a gate per key channel: prepare and scan, reverse and gradients.
 
-The kernels are in ops/kernels/gated_delta, where each file explains its outputs. tiling.py plans their launches.
+The first two run forward, the others backward. They are in ops/kernels/gated_delta, where each file explains its
+outputs. tiling.py plans their launches.
 """
 
 from __future__ import annotations
@@ -119,3 +120,49 @@ def without_erase(kernels: Kernels) -> Kernels:
 
 
 LINEAR_KERNELS = without_erase(KERNELS)
+
+
+# The further outputs of `prepare`: q, k and k at the chunk's end, decayed.
+_SCALED = ("queries", "keys", "ends")
+# The blocks of the prepare kernel that fit on a multiprocessor in bf16: each mostly waits, so that more are faster.
+_CHANNEL_PREPARE_RESIDENT = 3
+# channel.h calls functions in the files of kernels with one gate per head.
+_OF_SCANS = ("chunk", "prepare", "strips", "scan_memory", "scan", "reverse")
+_OF_GRADIENTS = ("gradient_slices", "gradient_gates", "gradients")
+FILES = bodies(*_OF_SCANS, *_OF_GRADIENTS, "channel", "channel_positions", "channel_gradients")
+
+CHANNEL_PREPARE = replace(
+    PREPARE,
+    name="gated_delta_channel_prepare",
+    files=FILES,
+    arrays=(*PREPARE_INPUTS, *PREPARED, *_SCALED),
+    memory="ChannelPrepareMemory",
+    bounded=True,
+    resident=_CHANNEL_PREPARE_RESIDENT,
+)
+CHANNEL_SCAN = replace(
+    SCAN,
+    name="gated_delta_channel_scan",
+    files=FILES,
+    sizes=("v_shape[1]",),
+    inputs=("v", "mask", "initial", *_SCALED, *PREPARED),
+    arrays=(*_SCALED, "v", "mask", "initial", *PREPARED, *SCANNED),
+    template=of_shape("ScanShape", SCAN_VALUES, channel=True),
+)
+CHANNEL_REVERSE = replace(
+    CHANNEL_SCAN,
+    name="gated_delta_channel_reverse",
+    body="reverse_chunks",
+    sizes=("dy_shape[1]",),
+    inputs=("mask", "dy", "d_last", *_SCALED, *PREPARED),
+    arrays=(*_SCALED, "dy", "mask", "d_last", *PREPARED, *REVERSED),
+)
+CHANNEL_GRADIENTS = replace(
+    GRADIENTS,
+    name="gated_delta_channel_gradients",
+    files=FILES,
+    template=of_shape("GradientShape", GRADIENT_VALUES, channel=True),
+    memory="ChannelGradientMemory",
+)
+CHANNEL_KERNELS = Kernels(CHANNEL_PREPARE, CHANNEL_SCAN, CHANNEL_REVERSE, CHANNEL_GRADIENTS, (*PREPARED, *_SCALED))
+LINEAR_CHANNEL_KERNELS = without_erase(CHANNEL_KERNELS)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ...machine import nvidia
 from ..kernels.launch import Arrays, Blocks, Kernel, Launch, Outputs, Plan, Values
-from . import fused, fused_channel
+from . import fused
 from .fused import Kernels
 
 Shape = tuple[int, int, int, int, int, int]
@@ -252,7 +252,7 @@ class ChannelTiling(Tiling):
 
     @property
     def kernels(self) -> Kernels:
-        return fused_channel.KERNELS if self.erases else fused_channel.LINEAR_KERNELS
+        return fused.CHANNEL_KERNELS if self.erases else fused.LINEAR_CHANNEL_KERNELS
 
     @property
     def prepare_groups(self) -> int:

@@ -6,11 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from .. import IMPLEMENTATIONS
-from ..gated_delta import trial_case, workloads
-from ..gated_delta.choice import chunk_bf16_candidate, chunk_candidate, fused_candidate, naive_candidate
+from ..gated_delta import workloads
+from ..gated_delta.choice import OPERATOR as GATED_DELTA
 from ..gated_delta.trial_case import ShapeClass
 from ..gated_delta.workloads import Workload
-from ..operator.operator import Operator
 
 # Small sizes, on which the recurrence takes little time.
 SMALL = (
@@ -39,18 +38,12 @@ def workloads_of(quick: bool) -> list[Workload]:
     ]
 
 
-OPERATOR = Operator(
+OPERATOR = replace(
+    GATED_DELTA,
     name="linear_attention",
     implementations=IMPLEMENTATIONS["linear_attention"],
-    orders={"cpu": ("chunk",), "cuda": ("fused", "chunk"), "metal": ("fused", "chunk_bf16", "chunk")},
-    candidates={
-        "naive": naive_candidate,
-        "chunk": chunk_candidate,
-        "chunk_bf16": chunk_bf16_candidate,
-        "fused": fused_candidate,
-    },
-    case_of=trial_case.trial_case,
-    timed_case_of=trial_case.timed_case,
+    orders=GATED_DELTA.orders | {"metal": ("fused", "chunk_bf16", "chunk")},
+    candidates={name: GATED_DELTA.candidates[name] for name in IMPLEMENTATIONS["linear_attention"]},
     examples=partial(workloads.calls, MODELS),
     compare_last=partial(workloads.compare_chunk, SMALL),
     workloads=workloads_of,

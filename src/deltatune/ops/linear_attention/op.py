@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..gated_delta.arguments import check
+from ..gated_delta.op import check
 from ..gated_delta.trial_case import Call
 from ..operator import candidates
 from .choice import OPERATOR

@@ -15,7 +15,7 @@ import mlx.optimizers
 
 from ..kernels.launch import Arrays, Device, Outputs, numbers
 from ..operator.case import Case, by_kernels
-from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import ROUNDING, in_float64, random_arrays
 from .passes import by_lane, size_of
 
@@ -127,8 +127,7 @@ def trial_case(dtype: mx.Dtype, gradient_dtype: mx.Dtype, rows: int = 3) -> Case
 
 
 def _workloads(quick: bool) -> list[KernelWorkload]:
-    trials = {dtype: partial(trial_case, dtype, dtype, 37 if quick else 32_000) for dtype in NORM_BOUNDS}
-    return [KernelWorkload("AdamW", dtype, trial) for dtype, trial in trials.items()]
+    return in_each_dtype("AdamW", lambda dtype: trial_case(dtype, dtype, 37 if quick else 32_000))
 
 
 OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

@@ -6,13 +6,12 @@ train/updates/bundles.py joins the parameters and gradients of a step with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import mlx.core as mx
 
 from ..kernels.launch import Device, forced
 from ..operator.case import Case, by_kernels
-from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.kernel_operator import KernelOperator, in_each_dtype
 from .passes import by_lane, size_of
 
 # The most arrays of one launch, each of which is a step of a recursion in the kernel. (Metal allows fewer buffers.)
@@ -50,8 +49,4 @@ def trial_case(dtype: mx.Dtype) -> Case[Device]:
     )
 
 
-def _workloads(_quick: bool) -> list[KernelWorkload]:
-    return [KernelWorkload("end to end", dtype, partial(trial_case, dtype)) for dtype in NORM_BOUNDS]
-
-
-OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)
+OPERATOR = KernelOperator("passes", trial_case, workloads=lambda quick: in_each_dtype("end to end", trial_case))

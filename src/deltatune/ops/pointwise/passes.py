@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..functional import as_list, not_differentiated_again, refuse_second_derivative, with_gradient
 from ..kernels.launch import LANES, Device, Kernel, Launch, Outputs, Plan
 from ..operator.case import Case, by_kernels
-from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import Kind, in_float64, random_arrays
 from ..recomputation import is_small_case, note
 
@@ -115,9 +115,7 @@ class Passes:
 
     def workloads(self, name: str, shapes: Sequence[tuple[int, ...]], *others: mx.array) -> list[KernelWorkload]:
         """Return the workloads of the self-test: arguments of these shapes, and others, in each dtype."""
-        kinds = {dtype: [(shape, dtype) for shape in shapes] for dtype in NORM_BOUNDS}
-        trials = {dtype: partial(self.trial_case, kind, *others) for dtype, kind in kinds.items()}
-        return [KernelWorkload(name, dtype, trial) for dtype, trial in trials.items()]
+        return in_each_dtype(name, lambda dtype: self.trial_case([(shape, dtype) for shape in shapes], *others))
 
     def trial_case(self, kinds: Sequence[Kind], *others: mx.array) -> Case[Device]:
         """Return the case of random arguments of these kinds, and others; `plain` computes its truth in float64."""

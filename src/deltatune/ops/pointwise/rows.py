@@ -6,7 +6,7 @@ four more passes over memory. take_rows and sum_rows have no gradients, since th
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ import numpy as np
 from ..functional import with_gradient
 from ..kernels.launch import Arrays, Device, Outputs, forced
 from ..operator.case import Case, by_kernels
-from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import as_float64, random_arrays
 from ..recomputation import is_small_case, note
 from .passes import BOUNDS, LEAST, by_lane
@@ -120,7 +120,7 @@ def trial_case(dtype: mx.Dtype, tokens: int = 30, top_k: int = 3, width: int = 2
 
 def _workloads(quick: bool) -> list[KernelWorkload]:
     sizes = (30, 3, 64) if quick else (2048, 8, 2048)
-    return [KernelWorkload("rows", dtype, partial(trial_case, dtype, *sizes)) for dtype in NORM_BOUNDS]
+    return in_each_dtype("rows", trial_case, *sizes)
 
 
 OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

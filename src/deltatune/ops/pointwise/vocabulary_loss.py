@@ -6,7 +6,7 @@ MLX's operations would cast a chunk's logits to fp32, and pass over the fp32 num
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ import numpy as np
 from ..functional import with_gradient
 from ..kernels.launch import Arrays, Device, Kernel, Outputs, Plan
 from ..operator.case import Case, by_kernels
-from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import as_float64, random_arrays
 from .passes import BOUNDS, LEAST
 
@@ -125,7 +125,7 @@ def exact_losses(logits: mx.array, targets: mx.array, cotangents: mx.array) -> l
 
 def _workloads(quick: bool) -> list[KernelWorkload]:
     sizes = (9, (1001,)) if quick else (64, (248_320,))
-    return [KernelWorkload("vocabulary loss", dtype, partial(trial_case, dtype, *sizes)) for dtype in NORM_BOUNDS]
+    return in_each_dtype("vocabulary loss", trial_case, *sizes)
 
 
 OPERATOR = KernelOperator("losses", trial_case, workloads=_workloads)

@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..functional import not_differentiated_again, refuse_second_derivative, with_gradient
 from ..kernels.launch import Arrays, Device, Kernel, Plan
 from ..operator.case import Case, by_kernels
-from ..operator.kernel_operator import NORM_BOUNDS, KernelOperator, KernelWorkload
+from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import in_float64, random_arrays
 from ..recomputation import is_small_case, large_enough, note
 from .passes import BOUNDS
@@ -195,8 +195,7 @@ def trial_case(width: int, dtype: mx.Dtype, weight_dtype: mx.Dtype, eps: float, 
 
 def _workloads(quick: bool) -> list[KernelWorkload]:
     width, rows = (512, 2) if quick else (1024, 1365)
-    trials = {dtype: partial(trial_case, width, dtype, dtype, 1e-6, rows) for dtype in NORM_BOUNDS}
-    return [KernelWorkload("sum and norm", dtype, trial) for dtype, trial in trials.items()]
+    return in_each_dtype("sum and norm", lambda dtype: trial_case(width, dtype, dtype, 1e-6, rows))
 
 
 OPERATOR = KernelOperator("passes", trial_case, workloads=_workloads)

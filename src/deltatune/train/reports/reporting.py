@@ -32,11 +32,7 @@ class Reporting:
     """Tells of a run; only rank 0, the main one, writes files and sends to services.
 
     `on_host` are the bytes that MLX counts as its own, but are outside the device's memory; `thumbnails` the images of
-    each sample prompt as data URIs.
-
-    Attributes:
-        about: The description of the run in its report, by name; empty before open().
-        metrics: The run's metrics.jsonl, on rank 0 while it is open.
+    each sample prompt as data URIs. `about`, the description of the run in its report by name, is empty before open().
     """
 
     def __init__(

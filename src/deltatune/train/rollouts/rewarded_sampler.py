@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...data.batches.order import BatchOrder
-from ...data.prompt_rows import PromptExample
+from ...data.prompts import PromptExample
 from ...data.rows.row_formats import ASSISTANT
 from ...options.config import TrainConfig
 from ...rewards import Rewards
@@ -20,9 +20,8 @@ from ..distributed import World
 from ..ending.interrupt import InterruptedSamplingError
 from ..preferences.objectives import means
 from ..tree import iteration_key
-from .advantages import total_rewards
 from .answer_sampler import AnswerSampler, SampledAnswers
-from .rollout_figures import REWARD, figures, names_of
+from .rollout_figures import REWARD, figures, names_of, total_rewards
 
 # The sampling whose random key evaluations take; a run has no such sampling.
 _EVALUATION = 2**63

@@ -13,8 +13,9 @@ import mlx.nn as nn
 from ...lora import save_adapters
 from ...lora.adapter_files import WEIGHTS
 from ...models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
+from ...models.checkpoint_files import WHOLE
+from ...models.checkpoint_writer import TrainedCheckpoint
 from ...models.load import locate
-from ...models.trained_checkpoint import FILE, TrainedCheckpoint
 from ...options.config import TrainConfig
 from . import state
 
@@ -114,6 +115,6 @@ class Outputs:
                     file.unlink(missing_ok=True)
 
     def _save_checkpoint(self, checkpoint: TrainedCheckpoint, folder: Path) -> None:
-        with state.writing(folder / FILE):
+        with state.writing(folder / WHOLE):
             checkpoint.write(folder, dataclasses.asdict(self._config))
             self._tokenizer.save_pretrained(str(folder))
