@@ -1,5 +1,7 @@
 """Runs `deltatune train`, and prints after each iteration its time, MLX's peak and what it waited for weights.
 
+It also prints MLX's and the driver's counts, after each sampling of answers, too.
+
 usage: python benchmarks/observed_training.py [--from disk] [--all-on-disk] [--try] train --model DIR --data DIR ...
 
 --from says where the weights come from that do not stay in the device's memory, whatever would be chosen: the disk,
@@ -27,11 +29,11 @@ import processes
 from deltatune.cli import main as command_line
 from deltatune.machine import nvidia
 from deltatune.machine.disk import PageCache
-from deltatune.machine.disk import PageCache
 from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store
 from deltatune.train.reports.reporting import Reporting
+from deltatune.train.rollouts.answer_sampler import AnswerSampler
 from machine import gpu
 
 # CUmemPool_attribute of CUDA's cuda.h: the memory that the pool has of the card, and the part of it in use.
@@ -72,6 +74,7 @@ class DriverCounts:
             raise SystemExit("NVIDIA's driver names no pool of memory.")
         self._driver: Any = driver
         self._pool, self._most = pool, (0, 0, 0, 0)
+        self._at_first = self._free = nvidia.free_memory() or 0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _attribute(self, kind: int) -> int:
@@ -84,11 +87,16 @@ class DriverCounts:
             time.sleep(0.01)
             seen = self._attribute(RESERVED), self._attribute(USED), mx.get_active_memory(), mx.get_cache_memory()
             self._most = max(self._most, seen)
+            self._free = min(self._free, nvidia.free_memory() or 0)
 
     def said(self) -> str:
-        """Return the counts at the moment of the most since the last call, in GB."""
+        """Return the counts at the moment of the most since the last call, in GB.
+
+        `taken` is the most that the card's free memory has fallen, contexts included.
+        """
         (reserved, used, active, cached), self._most = self._most, (0, 0, 0, 0)
-        parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached}
+        taken, self._free = self._at_first - self._free, nvidia.free_memory() or 0
+        parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached, "taken": taken}
         return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
 
 
@@ -124,10 +132,25 @@ class Observed:
                 line += f", waited {waited:.2f} s ({waited / seconds:.0%}), read {read / 1e9:.2f} GB"
                 line += f" ({read / seconds / 1e9:.2f} GB a second of the step)"
             print(line, flush=True)
-            if self._counts is not None:
-                print(f"memory: {self._counts.said()} GB", flush=True)
+            self._say_counts("memory")
 
         return wrapped
+
+    def sampling(self, sampled: Callable[..., Any]) -> Callable[..., Any]:
+        """AnswerSampler.__call__, which also prints."""
+
+        def wrapped(*given: Any) -> Any:
+            answers = sampled(*given)
+            self._say_counts("sampled")
+            return answers
+
+        return wrapped
+
+    def _say_counts(self, name: str) -> None:
+        seen = f"MLX's peak {mx.get_peak_memory() / 1e9:.2f}"
+        if self._counts is not None:
+            seen = f"{self._counts.said()}, {seen}"
+        print(f"{name}: {seen} GB", flush=True)
 
 
 def main() -> int:
@@ -142,6 +165,7 @@ def main() -> int:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(patch.object(Store, "place", observed.reading(Store.place)))
         stack.enter_context(patch.object(Reporting, "iteration", observed.iteration(Reporting.iteration)))
+        stack.enter_context(patch.object(AnswerSampler, "__call__", observed.sampling(AnswerSampler.__call__)))
         return command_line(arguments) or 0
 
 

@@ -1,11 +1,12 @@
 """Measures a step of reinforcement learning on a model with random weights: seconds of sampling, rewards and update.
 
 usage: python benchmarks/rollouts.py [--shape 0.8B] [--bits 4] [--prompts 8] [--answers 8] [--tokens 512] [--steps 4]
-       [--grad-checkpoint] [--beside]
+       [--grad-checkpoint] [--card 12e9] [--beside]
 
 `deltatune train --loss grpo` runs in a process of its own. No random weights end an answer, so that each has all its
 tokens; a reward is a drawn number. --beside runs as many steps of the same shape with TRL's trainer, which samples by
-transformers' generate().
+transformers' generate(). --card leaves so many bytes of the GPU free, as a smaller card has them, and prints what MLX
+and the driver count after each sampling and each update.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import numpy as np
 
 import processes
 import trainers
+from larger_than_memory import shape_of, smaller_card
 from machine import heading
+from public_configs import CONFIGS
 
 # How many tokens a prompt has, some more or less.
 PROMPT_WORDS = 60
@@ -39,15 +42,12 @@ def drawn(completions):
 
 def write_model(shape: trainers.Shape, bits: int, folder: Path) -> None:
     """Write a checkpoint with random weights, and the demo's tokenizer."""
-    import mlx.nn as nn
-
     from deltatune.demo.assets import MODEL
 
-    model = trainers.mlx_model(shape)
+    model = trainers.mlx_model(shape, bits=bits)
     config = shape.config()
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
-        nn.quantize(model, 64, bits)
     for file in Path(MODEL).iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, folder)
@@ -75,8 +75,11 @@ def train(options: Any, folder: Path) -> list[dict[str, Any]]:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     if options.grad_checkpoint:
         words.append("--grad-checkpoint")
-    program = "import sys; from deltatune.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program, "train", *words], check=False)
+    program = ["-c", "import sys; from deltatune.cli import main; sys.exit(main())"]
+    if options.card:
+        program = [str(Path(__file__).with_name("observed_training.py"))]
+    with smaller_card(options.card):
+        done = subprocess.run([sys.executable, *program, "train", *words], check=False)
     if done.returncode:
         sys.exit(done.returncode)
     return [json.loads(line) for line in (folder / "adapters" / "metrics.jsonl").read_text().splitlines()]
@@ -101,7 +104,7 @@ def train_with_trl(options: Any, folder: Path) -> list[float]:
             self.times.append(time.perf_counter())
             print(f"TRL: step of {self.times[-1] - self.times[-2]:.2f} s", flush=True)
 
-    shape = trainers.SHAPES[options.shape]
+    shape = shape_of(options.shape)
     (folder / "torch").mkdir()
     (folder / "torch" / "config.json").write_text(json.dumps(shape.config() | {"model_type": "qwen3_5_text"}))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -139,23 +142,24 @@ def train_with_trl(options: Any, folder: Path) -> list[float]:
 
 def main() -> None:
     parser = processes.parser(__doc__)
-    parser.add_argument("--shape", choices=list(trainers.SHAPES), default="0.8B")
+    parser.add_argument("--shape", choices=[*trainers.SHAPES, *CONFIGS], default="0.8B")
     parser.add_argument("--bits", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--grad-checkpoint", action="store_true")
+    parser.add_argument("--card", type=float)
     parser.add_argument("--beside", action="store_true")
     options = parser.parse_args()
-    shape = trainers.SHAPES[options.shape]
+    shape = shape_of(options.shape)
     print(
         f"{heading()}\n{shape}\n{options.prompts} x {options.answers} answers of {options.tokens} tokens\n", flush=True
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        program = f"import rollouts, trainers, pathlib; rollouts.write_model(trainers.SHAPES[{options.shape!r}], "
+        program = f"import rollouts, pathlib; rollouts.write_model(rollouts.shape_of({options.shape!r}), "
         program += f"{options.bits}, pathlib.Path({str(folder / 'model')!r}))"
         here = str(Path(__file__).parent)
         paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -11,7 +11,7 @@ from deltatune.data.example import Example
 from deltatune.data.vision.media import Pictures
 from deltatune.lora import convert_to_lora
 from deltatune.models.batch_decoder import BatchDecoder
-from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.models.generate import SampledPolicy
 from deltatune.models.vision.inputs import token_positions
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.models.generate import SampledPolicy
 from deltatune.options.config import TrainConfig
 from deltatune.train.policy_loss import rollout_loss
 

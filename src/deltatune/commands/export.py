@@ -150,8 +150,7 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..models.checkpoint_writer import end_tokens, write_ends
-    from ..models.merged_checkpoint import merge_checkpoint
+    from ..models.checkpoint_writer import end_tokens, merge_checkpoint, write_ends
 
     ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
     before = None if arguments.data is None else _loss(arguments, arguments.model, arguments.adapter_path)

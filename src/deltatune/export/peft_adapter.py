@@ -23,8 +23,8 @@ from ..lora.adapter import Adapter
 from ..lora.adapter_files import read_config
 from ..lora.select import MTP
 from ..lora.tensor_files import write_tensors
-from ..machine.json_files import read_json
 from ..machine.host_memory import as_numpy
+from ..machine.json_files import read_json
 from ..models.adapted_base import load_base
 from ..models.checkpoint_writer import unwritten_ends
 from ..models.load import locate

@@ -22,9 +22,8 @@ from ..lora.adapter import Adapter
 from ..lora.convert import adapters
 from ..lora.weights import dense_weight
 from ..machine.compiling import without_kernels
-from ..models.batch_decoder import ROWS
+from ..models.batch_decoder import ROWS, can_be_joined
 from ..models.generate import begun, cache_bytes
-from ..models.generated_answers import can_be_joined
 from ..models.vision.split import has_vision
 from ..ops.recomputation import Checkpoints, operators_pay
 from ..options.config import TrainConfig

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.split import frozen_tower
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import lowest_layer

@@ -23,7 +23,7 @@ from ..layers import describe
 from ..machine import backend, host_memory
 from ..machine.disk import disk_rate
 from ..models.checkpoint_files import weight_files
-from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
+from ..models.vision.split import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import lowest_layer

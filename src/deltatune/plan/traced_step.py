@@ -18,9 +18,8 @@ from ..data.batches.batch import RolloutBatch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
 from ..models.head import split_head
-from ..models.vision.frozen_tower import FrozenTower
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
-from ..models.vision.split import vision_spec
+from ..models.vision.split import FrozenTower, vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
 from ..ops.tracing import trace

@@ -25,8 +25,7 @@ from ..machine import backend
 from ..machine.awake import awake
 from ..models.batch_decoder import has_row_caches
 from ..models.load import Loaded
-from ..models.vision.frozen_tower import CACHE_BYTES
-from ..models.vision.split import has_vision
+from ..models.vision.split import CACHE_BYTES, has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
 from ..ops.recomputation import Checkpoints

@@ -34,7 +34,6 @@ from ..options.config import TrainConfig
 from .policy_loss import variant_of
 from .preferences.objectives import objective_of
 from .tree import leaves
-from .updates.optimizer import build_optimizer, weight_decay
 from .updates.optimizer import build_optimizer
 
 # Of these, one step moves a number by about the learning rate whatever its gradient is.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import mlx.core as mx
 
 from ..errors import UserError
-from ..models.sampled_policy import EXCLUDED, SampledPolicy
+from ..models.generate import EXCLUDED, SampledPolicy
 from ..options.config import TrainConfig
 from .preferences.objectives import TokenLosses
 

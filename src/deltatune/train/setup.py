@@ -29,14 +29,13 @@ from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import load, refused_by_mlx_vlm
 from ..models.document_isolation import check_packing
-from ..models.embedding_noise import noisy_embedding
+from ..models.generate import PolicyHead, SampledPolicy
 from ..models.head import split_head
 from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
 from ..models.load import Loaded, comes_from_hub, locate, refuse_unserved
-from ..models.sampled_policy import PolicyHead, SampledPolicy
 from ..models.vision.split import has_vision, split_vision, vision_spec
-from ..models.vocabulary import check_examples, resize_embeddings
+from ..models.vocabulary import check_examples, noisy_embedding, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig

@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 
 from ..data import Batch
 from ..lora.linear import factor_dtypes
-from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
+from ..models.vision.split import CACHE_BYTES, frozen_tower
 from ..ops.pointwise import adam
 from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients

@@ -39,9 +39,9 @@ BY_IDENTITY = {
     "ops.experts.readers": "two scales, compared within one call",
     "ops.tracing.known": "arrays: the one table of them",
     "ops.watched_calls": "modules, in the context that changes their classes",
-    "patches.holders": "functions of upstream, which live as long as their modules",
-    "patches.callers": "the objects above a call, while somebody asks who calls",
-    "patches.verify": "the same, compared with a model's layers",
+    "patches.evidence": "functions of upstream, which live as long as their modules",
+    "patches.patch_report": "the objects above a call, compared with the layers of a model",
+    "patches.whole_rows": "the objects above a call, while somebody asks who calls",
 }
 _CHANGING = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),

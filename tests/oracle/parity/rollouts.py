@@ -12,7 +12,7 @@ import numpy as np
 from deltatune.data import Batch
 from deltatune.data.batches.order import BatchOrder
 from deltatune.data.prompts import PromptExample
-from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.models.generate import SampledPolicy
 from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import arrays, loss_of
 from deltatune.train.distributed import World

@@ -14,9 +14,8 @@ from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.vision.media import media_reader
 from deltatune.errors import UserError
+from deltatune.models.checkpoint_writer import TrainedCheckpoint, merge_checkpoint
 from deltatune.models.load import load
-from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.models.trained_checkpoint import TrainedCheckpoint
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
 from deltatune.train.evaluation.samples import Samples

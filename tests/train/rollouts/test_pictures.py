@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from deltatune.data.datasets import load_datasets
+from deltatune.models.generate import Chosen, SampledPolicy
 from deltatune.models.load import load
-from deltatune.models.sampled_policy import Chosen, SampledPolicy
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import Trainer

@@ -21,10 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
-from ...errors import UserError, reason
-from ...machine.command_line import bare_program
 from ...errors import UserError
 from ...machine.command_line import bare_program
 from ...machine.environment import cores

@@ -22,8 +22,8 @@ import numpy as np
 
 from ...errors import UserError, first_line, reason
 from ...machine.environment import expanded
+from ...models.load import needs_torch
 from ...models.vision.inputs import Picture
-from ...models.vision.load import needs_torch
 from ..rows.unread_columns import refuse_unknown_keys
 
 # Pillow converts these modes to 8-bit RGB without visible loss; it would clip 16-bit and floating ones to white.

@@ -12,9 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...data import Batch
-from ...data.batches.batch import RolloutBatch
-from ...data.batches.batch import row_capacity
-from ...data.batches.batch import row_capacity
+from ...data.batches.batch import RolloutBatch, row_capacity
 from ...machine import backend
 from ...models.document_isolation import check_packing
 from ...models.head import split_head

@@ -19,7 +19,7 @@ from ...machine import backend
 from ...ops import operators
 from ...ops.operator.rankings import Rankings
 from ...options.config import TrainConfig
-from ...patches.verify import Serving
+from ...patches.patch_report import Serving
 from ..distributed import World
 from ..progress import Progress
 from ..saved.state import exists, state_path

@@ -17,13 +17,20 @@ from ...data.vision.media import collate_pictures
 from ...errors import NotFiniteError, UserError
 from ...machine.compiling import without_kernels
 from ...machine.host_memory import as_numpy
-from ...models.batch_decoder import ROWS, Answer, BatchDecoder, Chooser, Stops, has_row_caches
-from ...models.generated_answers import AnswerGenerator, can_be_joined
+from ...models.batch_decoder import (
+    ROWS,
+    Answer,
+    AnswerGenerator,
+    BatchDecoder,
+    Chooser,
+    Stops,
+    can_be_joined,
+    has_row_caches,
+)
+from ...models.generate import SampledPolicy
 from ...models.layer_caches import empty_caches, repeat_row
 from ...models.load import Loaded
-from ...models.sampled_policy import SampledPolicy
-from ...models.vision.frozen_tower import frozen_tower
-from ...models.vision.split import has_vision, split_vision, vision_arrays
+from ...models.vision.split import frozen_tower, has_vision, split_vision, vision_arrays
 from ...options.config import TrainConfig
 from ..evaluation.evaluate import inferring
 from ..evaluation.nonfinite import explained

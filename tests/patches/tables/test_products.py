@@ -1,4 +1,4 @@
-"""The replaced mx.gather_mm is right over a product that misreads rows as MLX's does on CUDA; no gaps after loading."""
+"""Replaced products are right over faults of MLX's, compute the same unpacked, and no gaps are left after loading."""
 
 from dataclasses import replace
 
@@ -9,10 +9,12 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from deltatune import patches, upstream
+from deltatune.lora import DoRALinear, LoRALinear
 from deltatune.machine import backend, compiling
-from deltatune.patches import patched
-from deltatune.patches.tables import sorted_rows
-from deltatune.patches.tables.sorted_rows import _agrees, _gather_mm
+from deltatune.ops.products import quantized_product
+from deltatune.patches import PatchWarning, patched
+from deltatune.patches.tables import products
+from deltatune.patches.tables.products import _gather_mm, _reads_right_rows
 from layouts import has_gaps, row_distance
 
 # The tuple hides the function from the patches, which would replace it in this module too.
@@ -53,11 +55,11 @@ def test_the_stand_in_has_the_fault():
     x = mx.random.normal((8, 1, 16))
     assert mx.array_equal(misread(x, EXPERTS), x)
     assert not mx.array_equal(misread(mx.expand_dims(x[:, 0], -2) * 2, EXPERTS), x * 2)
-    assert "differs from the elementwise product" in _agrees(mx.gather_mm, faulty)
+    assert "differs from the elementwise product" in _reads_right_rows(mx.gather_mm, faulty)
 
 
 def test_the_replacement_reads_the_right_rows_forward_and_backward():
-    assert _agrees(faulty, _gather_mm(faulty)) is None
+    assert _reads_right_rows(faulty, _gather_mm(faulty)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -76,7 +78,7 @@ def test_other_calls_are_upstreams(rows):
 @pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
 def test_it_is_applied_on_gpus(device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(patches, "ON_CUDA", [each for each in patches.ON_CUDA if each in sorted_rows.PATCHES])
+    monkeypatch.setattr(patches, "ON_CUDA", [each for each in patches.ON_CUDA if each in products.SORTED_ROWS])
     own = mx.gather_mm
     with patched() as report:
         assert report.complete
@@ -99,7 +101,9 @@ class Activation(nn.Module):
 @pytest.mark.parametrize("mended", [False, True])
 def test_upstreams_experts_answer_without_kernels(mended, monkeypatch):
     """40 tokens of a prompt go through mlx-lm's layer; its unfused activation leaves a stride of 0."""
-    record = replace(sorted_rows.PATCHES[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty)
+    record = replace(
+        products.SORTED_ROWS[0], check=None, replacement=lambda _: _gather_mm(faulty) if mended else faulty
+    )
     monkeypatch.setattr(backend, "device", lambda: "cuda")
     monkeypatch.setattr(patches, "ON_CUDA", [record])
     mx.random.seed(0)
@@ -135,7 +139,7 @@ def halves():
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [True, True]), ("cuda", [False, False])])
 def test_slices_are_copied_on_cuda(device, expected, halves, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(patches, "ON_CUDA", sorted_rows.ON_CUDA)
+    monkeypatch.setattr(patches, "ON_CUDA", products.WITHOUT_GAPS)
     model = Model()
     with patched() as report:
         model.load_weights(halves)
@@ -148,10 +152,87 @@ def test_slices_are_copied_on_cuda(device, expected, halves, monkeypatch):
 @pytest.mark.any_blas
 def test_files_and_strictness_are_upstreams(halves, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cuda")
-    monkeypatch.setattr(patches, "ON_CUDA", sorted_rows.ON_CUDA)
+    monkeypatch.setattr(patches, "ON_CUDA", products.WITHOUT_GAPS)
     mx.save_safetensors(str(tmp_path / "w.safetensors"), dict(halves))
     with patched():
         assert mx.array_equal(Model().load_weights(str(tmp_path / "w.safetensors")).up.weight, halves[1][1])
         with pytest.raises(ValueError, match="Missing 1 parameters"):
             Model().load_weights(halves[:2])
         Model().load_weights(halves[:2], strict=False)
+
+
+unpacking = pytest.mark.skipif(backend.device() not in quantized_product.ROWS, reason="Metal has products of its own")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of rows of each call that was unpacked, without the calls of the patch's own check."""
+    found = []
+
+    def counted(x, *rest):
+        rows = x.size // x.shape[-1]
+        found.extend([rows] if rows != max(quantized_product.ROWS.values()) else [])
+        return quantized_product.packed_product(x, *rest)
+
+    monkeypatch.setattr(products, "packed_product", counted)
+    return found
+
+
+def layers():
+    """Layers of a quantised model: a linear one, plain and with adapters, and an embedding that serves as the head."""
+    mx.random.seed(0)
+    plain, lora, dora = (nn.QuantizedLinear(128, 96, group_size=32, bits=4) for _ in range(3))
+    lora, dora = LoRALinear.from_base(lora, rank=4), DoRALinear.from_base(dora, rank=4)
+    lora.lora_b = mx.random.normal(lora.lora_b.shape)
+    table = nn.QuantizedEmbedding(96, 128, group_size=32, bits=4)
+    return [plain, lora, dora, table.as_linear]
+
+
+@unpacking
+def test_every_layer_computes_the_same(calls):
+    x = mx.random.normal((2, 70, 128))
+    each = layers()
+
+    def results():
+        found = [layer(x) for layer in each]
+        return found + [mx.grad(lambda x, layer=layer: layer(x).square().sum())(x) for layer in each]
+
+    wanted = results()
+    mx.eval(wanted)
+    assert not calls
+    with patched() as report:
+        assert "quantized_matmul" in str(report)
+        assert not report.left_alone
+        found = results()
+        mx.eval(found)
+    assert calls == [140] * 8
+    for one, other in zip(found, wanted, strict=True):
+        assert mx.abs(one - other).max() < 1e-5 * mx.abs(other).max()
+    results()
+    assert len(calls) == 8
+
+
+@unpacking
+def test_few_rows_and_streams_are_upstreams(calls):
+    linear = layers()[0]
+    arrays = [linear.weight, linear.scales, linear.biases]
+    with patched():
+        linear(mx.zeros((1, 1, 128)))
+        mx.quantized_matmul(mx.zeros((1000, 128)), *arrays, group_size=32, bits=4, stream=mx.default_stream(mx.cpu))
+        assert not calls
+        mx.quantized_matmul(mx.zeros((1000, 96)), *arrays, False, 32, 4, "affine")
+    assert calls == [1000]
+
+
+@unpacking
+def test_bad_shapes_are_refused_as_upstream_does():
+    linear = layers()[0]
+    with patched(), pytest.raises(ValueError, match=r"\[(matmul|quantized_matmul)\]"):
+        linear(mx.zeros((70, 64)))
+
+
+@unpacking
+def test_one_that_computes_something_else_is_not_used(monkeypatch, asked_anew):
+    monkeypatch.setattr(products, "packed_product", lambda x, *rest: quantized_product.packed_product(x, *rest) * 1.001)
+    with pytest.warns(PatchWarning, match="quantized_matmul.*differs from the unpacked product"), patched() as report:
+        assert report.left_alone
