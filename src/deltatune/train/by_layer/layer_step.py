@@ -80,12 +80,14 @@ def by_layers(
     try:
         # The rest of the model runs without the weights of its layers.
         with LayerCalls(layers, passed_on).watched():
-            compiled_by = f"{trained.compiled}, one layer at a time"
-            trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
-        passes = LayerPasses(model, trained.loss, weights, between=between)
+            compared = with_loss(model, config, True)
+        passes = LayerPasses(model, compared.loss, weights, between=between)
         with passes.served():
             passes.check(packed=config.pack)
-            yield dataclasses.replace(trained, passes=passes)
+            compiled = f"{trained.compiled}, one layer at a time"
+            yield dataclasses.replace(
+                compared, layers=trained.layers, patches=trained.patches, compiled=compiled, passes=passes
+            )
     finally:
         mx.set_memory_limit(before)
 
