@@ -5,8 +5,8 @@ usage: python benchmarks/rollouts.py [--shape 0.8B] [--bits 4] [--prompts 8] [--
 
 `deltatune train --loss grpo` runs in a process of its own. No random weights end an answer, so that each has all its
 tokens; a reward is a drawn number. --beside runs as many steps of the same shape with TRL's trainer, which samples by
-transformers' generate(). --card leaves so many bytes of the GPU free, as a smaller card has them, and prints what MLX and
-the driver count after each sampling and each update.
+transformers' generate(). --card leaves so many bytes of the GPU free, as a smaller card has them, and prints what MLX
+and the driver count after each sampling and each update.
 """
 
 from __future__ import annotations
