@@ -18,6 +18,7 @@ from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
 from deltatune.errors import UserError
 from deltatune.machine import backend, packages
+from deltatune.models import adapted_base
 from deltatune.models.adapted_base import load, two_ahead
 from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.generate import Sampling, stream, stream_drafted
