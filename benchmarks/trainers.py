@@ -97,19 +97,15 @@ SHAPES = {
 
 @dataclass
 class Trainer:
-    """A trainer that is ready to run steps.
-
-    Args:
-        ready: When its weights were finished, by time.perf_counter.
-        step: Runs one whole training step on the batch, waits for it, and returns its loss.
-        peak: Returns the peak of memory in bytes since reset_peak, or None.
-        settle: Waits until all that was started early has been launched.
-    """
+    """A trainer that is ready to run steps; its weights were finished at the time `ready`, by time.perf_counter."""
 
     ready: float
+    # Runs one whole training step on the batch, waits for it, and returns its loss.
     step: Callable[[], float]
     reset_peak: Callable[[], None]
+    # Returns the peak of memory in bytes since reset_peak, or None.
     peak: Callable[[], float | None]
+    # Waits until all that was started early has been launched.
     settle: Callable[[], object] = lambda: None
 
 

@@ -20,15 +20,7 @@ from deltatune.models.load import load_model, load_vision_model, new_model
 
 @dataclass(frozen=True)
 class Package:
-    """A package of models.
-
-    Attributes:
-        name: Its name.
-        types: Returns the names of its model types.
-        config_of: Returns the config.json of a tiny model of a type.
-        new: Makes a model with random weights from a config.json.
-        load: Loads a checkpoint's folder and returns the model and its config.json.
-    """
+    """A package of models: its types, the config.json of a tiny model of one, and how to make and to load it."""
 
     name: str
     types: Callable[[], list[str]]

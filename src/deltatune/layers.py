@@ -67,11 +67,7 @@ def _kind(named: list[tuple[str, nn.Module]]) -> str:
 
 
 def layer_paths(model: nn.Module) -> list[str]:
-    """Return the path of every layer in `model.layers`, in order.
-
-    Raises:
-        UserError: The model has no `layers`.
-    """
+    """Return the path of every layer in `model.layers`, in order; UserError for a model without `layers`."""
     layers = getattr(model, "layers", None)
     if not layers:
         raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
@@ -88,12 +84,9 @@ def without_pictures(model: nn.Module) -> dict[str, None]:
 
 
 def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
-    """Call a model on text, and return its logits [B, T, vocabulary].
+    """Call a model on token ids [B, T], and return its logits [B, T, vocabulary].
 
-    Args:
-        model: A model of mlx-lm, or of mlx-vlm. Those may require pictures and answer with an object.
-        tokens: Token ids [B, T].
-        keywords: Further arguments of the model, which come before None for pictures.
+    mlx-vlm's models may require pictures, for which None stands unless `keywords` have them, and answer with an object.
     """
     output = model(tokens, **{**without_pictures(model), **keywords})
     return output if isinstance(output, mx.array) else output.logits
@@ -116,11 +109,7 @@ class LayerInfo:
 
 
 def describe(model: nn.Module) -> list[LayerInfo]:
-    """Describe every decoder layer of `model.layers`, in order.
-
-    Raises:
-        UserError: The model has no `layers`.
-    """
+    """Describe every decoder layer of `model.layers`, in order; UserError for a model without `layers`."""
     paths = layer_paths(model)
     layers = []
     for index, (path, layer) in enumerate(zip(paths, [one for one in model.layers if one is not None], strict=True)):

@@ -79,8 +79,7 @@ def _random_state() -> Any:
 def dropout_rate(dropout: nn.Module) -> float:
     """The share of its inputs that an nn.Dropout sets to zero in training; else read from its printed form.
 
-    Raises:
-        UserError: Neither says it.
+    UserError where neither says it.
     """
     keep = getattr(dropout, "_p_1", None)
     if isinstance(keep, float | int):
@@ -108,8 +107,7 @@ def chat_template_code(tokenizer: Any) -> Any:
 def model_classes(config: dict[str, Any]) -> tuple[type, Any]:
     """mlx-lm's classes of a model and of its arguments, by config.json; else those in the module of the model's type.
 
-    Raises:
-        ValueError: mlx-lm does not know the type.
+    ValueError for a type that mlx-lm does not know.
     """
     utils: Any = importlib.import_module("mlx_lm.utils")
     find = getattr(utils, "_get_classes", None)
