@@ -141,18 +141,6 @@ def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
         )
 
 
-def as_written(loaded: Config, config: Config) -> dict[str, Any]:
-    """Return the config `loaded` after loading without the options that `completed` added to `config`.
-
-    So a run from any version of deltatune can be continued.
-    """
-    complete = completed(config)
-    added = complete.keys() - config.keys()
-    changed = [key for key in config if complete[key] != config[key]]
-    without_added = {key: value for key, value in loaded.items() if key not in added}
-    return without_added | {key: config[key] for key in changed}
-
-
 def _is_bailing(config: Config) -> bool:
     """Whether transformers itself wrote a config of bailing_hybrid, in which `head_dim` is that of rotary positions."""
     return config.get("model_type") == "bailing_hybrid" and "linear_head_dim" in config
