@@ -127,7 +127,7 @@ def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
     rope = part.get("rope_parameters")
     local = rope.get(_SLIDING) if isinstance(rope, dict) else None
     if not isinstance(local, dict) or not fields or "rope_parameters" in fields or "text_config" in fields:
-        # Where the class of the text part is not known, scaled_positions.py looks at the model itself.
+        # Where the class of the text part is not known, known_faults.py looks at the model itself.
         return
     kind = local.get("rope_type", local.get("type", "default"))
     full = rope.get(_FULL)  # type: ignore[union-attr]
