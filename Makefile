@@ -32,7 +32,7 @@ help:
 	@echo "make data-formats         with that wheel, every command that reads data on every format of data"
 	@echo "make check-tag TAG=v1.2.3  fail unless the tag is the version in pyproject.toml"
 	@echo "make on-metal             whole programs on a stand-in for a Mac, with real head sizes (hours)"
-	@echo "make test-metal           tests with that stand-in as MLX's default device, and every command on a simulated macOS"
+	@echo "make test-metal           tests with that stand-in as MLX's default device, and every program on it"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
 	@echo "make compat               try the oldest and newest mlx, mlx-lm and mlx-vlm, an environment each (4 GB in .compat)"
 	@echo "make families             train a tiny model of every type of mlx-lm and mlx-vlm in every way (half an hour)"
@@ -138,7 +138,7 @@ METAL_TESTS := $(addprefix tests/ops/,operator linear_attention attention produc
         tests/train/test_early_engine.py tests/train/by_layer/test_bounded_runs.py
 test-metal: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --metal $(METAL_TESTS)
-	$(PYTHON) -m pytest -m "" tests/on_metal/test_macos.py
+	$(PYTHON) -m pytest -m "" tests/on_metal/test_macos.py tests/on_metal/test_programs.py
 
 oracle: env
 	scripts/make_env oracle

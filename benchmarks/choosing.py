@@ -10,6 +10,9 @@ already are not repeated. At the end all are printed as a table.
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,13 @@ import deltatune  # noqa: F401  (before mlx)
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
 from deltatune.demo.flow import ask
+from deltatune.options.config import TrainConfig
 from deltatune.train import Trainer
 from deltatune.train.reports.screen import Screen
-from deltatune.train.setup import ready
+from deltatune.train.setup import Run, ready
 from machine import heading
-from measured_once import measured_once
 
+Figures = dict[str, Any]
 MIDDLE = {"rank": 8, "rate": 5e-3, "lines": 4000}
 RUNS = [
     MIDDLE,
@@ -34,7 +38,34 @@ RUNS = [
 ]
 
 
-def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+def measured_once(results: Path, runs: Iterable[Figures], measure: Callable[[Figures, Path], Figures]) -> list[Figures]:
+    """Measure the runs that the JSONL file lacks, add them to it and print them; return all that are in it.
+
+    `measure` returns the figures of a run, which may write into the folder.
+    """
+    done = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    found = [json.loads(line) for line in done]
+    for run in runs:
+        if any(run.items() <= each.items() for each in found):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(run | measure(run, Path(folder)))
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found[-1]) + "\n")
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def train_and_ask(config: TrainConfig, items: list[Any]) -> tuple[Run, Figures]:
+    """Train, and return the run with its losses and the share of right answers."""
+    prepared = ready(config)
+    prepared.prepare()
+    result = Trainer.of(prepared, Screen(shown=False)).run()
+    right = ask(prepared.loaded, items).accuracy
+    return prepared, {"train_loss": result.train_loss, "val_loss": result.best_val_loss, "right": right}
+
+
+def measure(run: Figures, folder: Path) -> Figures:
     """Losses and the share of right answers after a run."""
     items = task.write(folder / "data", test=run["questions"])["test"]
     lines = folder / "data" / "train.jsonl"
@@ -44,14 +75,10 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     schedule = {"name": "cosine_decay", "arguments": [rate, updates, rate / 25], "warmup": 10}
     more = {"lora_parameters": {"rank": run["rank"]}, "optimizer_config": {"adamw": {"weight_decay": 0.0}}}
     config = flow.options(MODEL, folder, updates, lr_schedule=schedule, steps_per_eval=updates, **more)
-    prepared = ready(config)
-    prepared.prepare()
-    result = Trainer.of(prepared, Screen(shown=False)).run()
-    score = ask(prepared.loaded, items)
-    return {"train_loss": result.train_loss, "val_loss": result.best_val_loss, "right": score.accuracy}
+    return train_and_ask(config, items)[1]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Figures]) -> str:
     """The results as a table of Markdown."""
     rows = ["| rank | learning rate | lines | training loss | validation loss | right |", "|---|---|---|---|---|---|"]
     for each in results:

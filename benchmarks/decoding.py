@@ -28,14 +28,7 @@ _WARM_UP = 4
 
 
 class Decoded(NamedTuple):
-    """What was measured, in tokens a second over all rows.
-
-    Attributes:
-        prompt: The rate at which the prompts were read.
-        whole: The rate of all steps together.
-        middle: The rate of the median step.
-        tokens: The tokens of each step.
-    """
+    """Tokens a second over all rows, of the prompts, of all steps and of the median step; and each step's tokens."""
 
     prompt: float
     whole: float

@@ -24,16 +24,12 @@ import deltatune  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.optimizers
 
+from choosing import measured_once, train_and_ask
 from deltatune.demo import flow, task
 from deltatune.demo.assets import MODEL
-from deltatune.demo.flow import ask
-from deltatune.train import Trainer
-from deltatune.train.reports.screen import Screen
-from deltatune.train.setup import ready
 from deltatune.train.tree import leaves
 from deltatune.train.updates import optimizer as optimizers
 from machine import heading
-from measured_once import measured_once
 
 EXPERTS = "mlp.switch_mlp.*"
 RUNS: dict[str, dict[str, Any]] = {
@@ -92,18 +88,13 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
         config = replace(config, optimizer=changes["optimizer"])
     kinds = {"adamw": ROUNDED[changes["rounded"]]} if "rounded" in changes else {}
     with patch.dict(optimizers.OPTIMIZERS, kinds):
-        prepared = ready(config)
-        prepared.prepare()
-        trainer = Trainer.of(prepared, Screen(shown=False))
-        result = trainer.run()
+        prepared, found = train_and_ask(config, items)
     sizes = {"experts": 0.0, "others": 0.0}
     for _, array in leaves(prepared.model.trainable_parameters()):
         of_experts = array.ndim == 3
         stored = 2 if of_experts and "rounded" in changes else 4
         moments = 2.03 if "optimizer" in changes and array.size >= 4096 else 8
         sizes["experts" if of_experts else "others"] += array.size * (2 * stored + moments)
-    score = ask(prepared.loaded, items)
-    found = {"train_loss": result.train_loss, "val_loss": result.best_val_loss, "right": score.accuracy}
     return found | {f"{name}_bytes": int(size) for name, size in sizes.items()}
 
 

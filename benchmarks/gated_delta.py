@@ -116,7 +116,7 @@ def median(call: Any, calls: int) -> float:
 def work(name: str, sizes: list[Size], folder: Path) -> None:
     """The process of one implementation: a line of JSON for each size, to the first at which an error is raised."""
     entry = ENTRIES[name]
-    if entry.blas != "torch":
+    if "torch" not in entry.needs:
         import deltatune  # noqa: F401  (binds OpenBLAS on a CPU, so before mlx)
 
         # What the package says: which implementation it chose, how long its check took.

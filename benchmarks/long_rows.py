@@ -37,17 +37,10 @@ def write_model(folder: Path, name: str) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\n"
-        "import json\n"
-        "from trainers import SHAPES, mlx_model\n"
-        "shape, folder = SHAPES[sys.argv[2]], Path(sys.argv[3])\n"
-        "model = mlx_model(shape)\n"
-        "import mlx.core as mx\n"
-        "from mlx.utils import tree_flatten\n"
-        "prefix = 'language_model.'\n"
-        "weights = {name.removeprefix(prefix): value for name, value in tree_flatten(model.parameters())}\n"
-        "mx.save_safetensors(str(folder / 'model.safetensors'), weights, metadata={'format': 'mlx'})\n"
+        "from trainers import SHAPES, mlx_model, save_model\n"
+        "shape = SHAPES[sys.argv[2]]\n"
         "config = shape.config() | {'max_position_embeddings': 262144, 'eos_token_id': 2}\n"
-        "(folder / 'config.json').write_text(json.dumps(config))\n"
+        "save_model(Path(sys.argv[3]), mlx_model(shape), config)\n"
     )
     folder.mkdir()
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent), name, str(folder)], check=True)

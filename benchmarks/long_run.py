@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import processes
-from depth import config
 from machine import heading
 
 EARLY = 10
@@ -29,7 +28,9 @@ DEFAULTS: dict[str, Any] = {
 
 def model_config(options: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a small qwen3_5_moe, in which every second layer is attention."""
-    made = config("qwen3_5_moe", options["depth"])
+    from random_data import small_config
+
+    made = small_config("qwen3_5_moe", options["depth"])
     made["text_config"] |= {
         "hidden_size": options["hidden"], "moe_intermediate_size": options["inner"],
         "shared_expert_intermediate_size": options["inner"], "num_experts": options["experts"],

@@ -1,5 +1,7 @@
 """Runs `deltatune train`, and prints after each iteration its time, MLX's peak and what it waited for weights.
 
+It also prints MLX's and the driver's counts, after each sampling of answers, too.
+
 usage: python benchmarks/observed_training.py [--from disk] [--all-on-disk] [--try] train --model DIR --data DIR ...
 
 --from says where the weights come from that do not stay in the device's memory, whatever would be chosen: the disk,
@@ -9,7 +11,10 @@ plan refuses, too, with no layer's weights in memory: what is planned is more th
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,16 +23,21 @@ from unittest.mock import patch
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
+import mlx.core as mx
+
 import processes
 from deltatune.cli import main as command_line
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine import nvidia
+from deltatune.machine.disk import PageCache
 from deltatune.plan import placement
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.store import Store
 from deltatune.train.reports.reporting import Reporting
-from driver_counts import DriverCounts
+from deltatune.train.rollouts.answer_sampler import AnswerSampler
 from machine import gpu
 
+# CUmemPool_attribute of CUDA's cuda.h: the memory that the pool has of the card, and the part of it in use.
+RESERVED, USED = 5, 7
 SOURCES = ("plan", "disk", "cache", "host")
 
 
@@ -52,6 +62,42 @@ def replacements(source: str, all_on_disk: bool, tried: bool) -> list[tuple[Any,
     if source == "cache":
         found.append((PageCache, "drop", lambda _: None))
     return found
+
+
+class DriverCounts:
+    """Looks often, in a thread, at what MLX's pool of memory holds, and keeps the moment of the most."""
+
+    def __init__(self) -> None:
+        driver, pool = nvidia.library(["libcuda.so.1"]), ctypes.c_void_p()
+        assert driver is not None
+        if driver.cuInit(0) or driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0):
+            raise SystemExit("NVIDIA's driver names no pool of memory.")
+        self._driver: Any = driver
+        self._pool, self._most = pool, (0, 0, 0, 0)
+        self._at_first = self._free = nvidia.free_memory() or 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _attribute(self, kind: int) -> int:
+        value = ctypes.c_uint64()
+        self._driver.cuMemPoolGetAttribute(self._pool, ctypes.c_int(kind), ctypes.byref(value))
+        return value.value
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.01)
+            seen = self._attribute(RESERVED), self._attribute(USED), mx.get_active_memory(), mx.get_cache_memory()
+            self._most = max(self._most, seen)
+            self._free = min(self._free, nvidia.free_memory() or 0)
+
+    def said(self) -> str:
+        """Return the counts at the moment of the most since the last call, in GB.
+
+        `taken` is the most that the card's free memory has fallen, contexts included.
+        """
+        (reserved, used, active, cached), self._most = self._most, (0, 0, 0, 0)
+        taken, self._free = self._at_first - self._free, nvidia.free_memory() or 0
+        parts = {"pool": reserved, "handed out": used, "MLX active": active, "MLX cache": cached, "taken": taken}
+        return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
 
 
 class Observed:
@@ -86,10 +132,25 @@ class Observed:
                 line += f", waited {waited:.2f} s ({waited / seconds:.0%}), read {read / 1e9:.2f} GB"
                 line += f" ({read / seconds / 1e9:.2f} GB a second of the step)"
             print(line, flush=True)
-            if self._counts is not None:
-                print(f"memory: {self._counts.said()} GB", flush=True)
+            self._say_counts("memory")
 
         return wrapped
+
+    def sampling(self, sampled: Callable[..., Any]) -> Callable[..., Any]:
+        """AnswerSampler.__call__, which also prints."""
+
+        def wrapped(*given: Any) -> Any:
+            answers = sampled(*given)
+            self._say_counts("sampled")
+            return answers
+
+        return wrapped
+
+    def _say_counts(self, name: str) -> None:
+        seen = f"MLX's peak {mx.get_peak_memory() / 1e9:.2f}"
+        if self._counts is not None:
+            seen = f"{self._counts.said()}, {seen}"
+        print(f"{name}: {seen} GB", flush=True)
 
 
 def main() -> int:
@@ -104,6 +165,7 @@ def main() -> int:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(patch.object(Store, "place", observed.reading(Store.place)))
         stack.enter_context(patch.object(Reporting, "iteration", observed.iteration(Reporting.iteration)))
+        stack.enter_context(patch.object(AnswerSampler, "__call__", observed.sampling(AnswerSampler.__call__)))
         return command_line(arguments) or 0
 
 

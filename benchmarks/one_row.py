@@ -130,11 +130,7 @@ print(json.dumps(found))
 
 
 def build(folder: Path, *, healthy: bool = False) -> Path:
-    """Compile planted_blas.c into `folder`, and return the library's path.
-
-    Raises:
-        CalledProcessError: If the compiler fails.
-    """
+    """Compile planted_blas.c into `folder`, and return the library's path."""
     library = folder / ("healthy_blas.so" if healthy else "planted_blas.so")
     compiler = [shutil.which("cc")] if shutil.which("cc") else [sys.executable, "-m", "ziglang", "cc"]
     options = [

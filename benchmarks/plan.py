@@ -1,20 +1,21 @@
 """Compares the forecast of `deltatune plan` with what training allocates at the peak of a step, in buffers and bytes.
 
-usage: python benchmarks/plan.py [--gpu] [--only NAME ...]
+usage: python benchmarks/plan.py [--gpu] [--images] [--only NAME ...]
 
 Each configuration has a process of its own. It plans, then trains some iterations with deltatune's trainer while MLX's
 allocator is counted (counted_allocator.py, Linux CPUs only), and takes the largest peak of all iterations after the
-first, in which MLX traces the step. With --gpu it runs real sizes on a GPU, whose bytes MLX counts itself. The column
-`beyond` has the live buffers at the peak that are not parameters, gradients or moments. The column `first` has the peak
-of the first iteration, in which every Python number of the step occupies a buffer for a while.
+first, in which MLX traces the step. With --gpu it runs real sizes on a GPU, whose bytes MLX counts itself. With
+--images rows hold generated images: one row two, one row one, in three sizes. The column `beyond` has the live buffers
+at the peak that are not parameters, gradients or moments. The column `first` has the peak of the first iteration, in
+which every Python number of the step occupies a buffer for a while.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -43,6 +44,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gated delta as a loop": {"depth": 2, "tokens": 96, "implementation": "naive"},
 }
 
+# Options of vision_step.py's model and of TrainConfig.
+IMAGES: dict[str, dict[str, Any]] = {
+    "adapters on the language model": {"side": 256},
+    "the same, checkpointed": {"side": 256, "grad_checkpoint": True},
+    "on tower and projector too, checkpointed": {
+        "side": 256, "grad_checkpoint": True, "parts": "language,vision,projector",
+    },
+    "images of 512 x 512": {"side": 512},
+}  # fmt: skip
 # Shapes that trainers.py defines.
 DENSE = {"shape": "0.8B", "depth": 24, "rows": 2, "tokens": 2048}
 MIXTURE = {"shape": "35B-A3B", "depth": 4, "rows": 2, "tokens": 2048}
@@ -73,14 +83,14 @@ def random_model(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     import mlx.nn as nn
 
     from deltatune.models.load import new_model
-    from depth import config as model_config
+    from random_data import small_config
     from trainers import SHAPES, mlx_model
 
     if options["shape"]:
         shape = replace(SHAPES[options["shape"]], layers=options["depth"])
         described, model = shape.config(), mlx_model(shape)
     else:
-        described = model_config(options["family"], options["depth"])
+        described = small_config(options["family"], options["depth"])
         model = new_model(described)
     if options["bits"]:
         nn.quantize(model, 64, options["bits"])
@@ -94,6 +104,8 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
     # isort: split
     from counted_allocator import ByteCounter, Counter
 
+    if "side" in options:
+        return with_images(options)
     options = DEFAULTS | options
     # The arrays that modules make when they are imported are counted as well.
     counter = ByteCounter() if options["shape"] else Counter()
@@ -132,6 +144,49 @@ def worker(options: dict[str, Any]) -> dict[str, Any]:
         return train_counted(trainer, counter, plan, options["accumulate"])
 
 
+def with_images(options: dict[str, Any]) -> dict[str, Any]:
+    """Forecast and count a configuration with images, of a random checkpoint."""
+    import vision_step
+    from counted_allocator import Counter
+    from deltatune.options.config import LoraConfig, TrainConfig
+    from deltatune.plan import fit
+    from deltatune.plan.array_layout import ArrayLayout
+    from deltatune.train.loop import Trainer
+    from deltatune.train.reports.screen import Screen
+    from deltatune.train.setup import ready
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        vision_step.write_model(folder, vision_step.shape_of(4, 768, (4, 2, 64), (4, 4, 64), 2048, (3, 192, 768, 3)))
+        write_images(folder, options.pop("side"))
+        counter = Counter()
+        config = TrainConfig(
+            model=name, data=name, lora_parameters=LoraConfig(rank=8), batch_size=2, iters=DEFAULTS["iterations"],
+            max_seq_length=1024, adapter_path=str(folder / "out"), val_batches=0, min_pixels=1024, save_every=1000,
+            steps_per_report=1000, **options,
+        )  # fmt: skip
+        run = ready(config)
+        run.prepare()
+        plan = fit.Planner(run, ArrayLayout.measured()).at(*fit.shape(run))
+        return train_counted(Trainer.of(run, Screen(shown=False)), counter, plan)
+
+
+def write_images(folder: Path, side: int) -> None:
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    rows = []
+    for row, sizes in enumerate((((side, side), (side // 2, side)), ((side // 2, side // 2),))):
+        names = [f"{row}-{number}.png" for number in range(len(sizes))]
+        for name, size in zip(names, sizes, strict=True):
+            Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / name)
+        answer = "".join(chr(i) for i in draw.integers(ord("a"), ord("z"), 200))
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": messages, "images": names}))
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def train_counted(trainer: Any, counter: Any, plan: Any, skipped: int = 1) -> dict[str, Any]:
     """Train, and return what the plan of a step says beside the peaks of all iterations but the first `skipped`."""
     import mlx.core as mx
@@ -168,9 +223,11 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = processes.parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="bytes of real sizes, on MLX's default device")
+    parser.add_argument("--images", action="store_true", help="rows with images")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     arguments = processes.arguments(parser, worker)
-    table = ON_GPU if arguments.gpu else CONFIGURATIONS
+    table = IMAGES if arguments.images else CONFIGURATIONS
+    table = ON_GPU if arguments.gpu else table
     names = arguments.only or list(table)
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {' '.join(unknown)}: expected some of: {'; '.join(table)}.")
@@ -183,15 +240,10 @@ def main() -> None:
             row = f"{size / 1e9:.2f} | {planned / 1e9:.2f} | {planned / size - 1:+.1%}"
             print(f"| {name} | {found['tokens']} | {row} |", flush=True)
         return
-    print_table({name: partial(measure, table[name]) for name in names})
-
-
-def print_table(measured: dict[str, Callable[[], dict[str, Any]]]) -> None:
-    """Print the forecast of each configuration beside the counts."""
     print("| configuration | tokens | buffers counted | planned | off | beyond | first | MB counted | planned | off |")
     print("|---" * 10 + "|")
-    for name, measure in measured.items():
-        found = measure()
+    for name in names:
+        found = measure(table[name])
         buffers, size = found["counted"], found["counted_bytes"]
         off, off_bytes = found["planned"] / buffers - 1, found["planned_bytes"] / size - 1
         print(

@@ -23,7 +23,7 @@ import numpy as np
 
 import processes
 from machine import heading
-from trainers import Shape
+from trainers import Shape, save_model
 
 STEPS = 10
 BATCH = 2
@@ -61,7 +61,6 @@ def write_model(folder: Path, layers: int, bits: int | None) -> dict[str, Path]:
     """Write the same weights twice: under mlx-lm's model type and under mlx-vlm's."""
     import mlx.core as mx
     import mlx.nn as nn
-    from mlx.utils import tree_flatten
     from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
     mx.random.seed(0)
@@ -70,13 +69,11 @@ def write_model(folder: Path, layers: int, bits: int | None) -> dict[str, Path]:
     if bits:
         nn.quantize(model, group_size=64, bits=bits)
         config["quantization"] = {"group_size": 64, "bits": bits}
-    weights = {name.removeprefix("language_model."): value for name, value in tree_flatten(model.parameters())}
     folders = {}
     for kind, model_type in (("mlx-lm", "qwen3_5"), ("mlx-vlm", "qwen3_5_text")):
         folders[kind] = folder / kind
         folders[kind].mkdir()
-        mx.save_safetensors(str(folders[kind] / "model.safetensors"), weights, metadata={"format": "mlx"})
-        (folders[kind] / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        save_model(folders[kind], model, config | {"model_type": model_type})
         write_tokenizer(folders[kind])
     return folders
 

@@ -16,20 +16,14 @@ UNROLLED = 4096
 
 @dataclass(frozen=True)
 class Entry:
-    """An implementation to measure.
+    """An implementation to measure, which `make` returns in its own process: its machines, its kinds of gates.
 
-    Args:
-        make: Makes the implementation in its own process.
-        blas: The BLAS that the process binds MLX to on a CPU.
-        gates: The kinds of gates that it takes: scalar, per channel or both.
-        slow: Whether it is a loop over tokens, which is measured fewer times.
-        needs: The modules without which it cannot run.
+    A slow one is a loop over tokens, and is measured fewer times. `needs` are the modules without which it cannot run.
     """
 
     name: str
     make: Callable[[], Any]
     machines: tuple[str, ...] = ("cpu", "gpu")
-    blas: str = "openblas"
     gates: tuple[str, ...] = ("scalar",)
     slow: bool = False
     needs: tuple[str, ...] = ()
@@ -97,22 +91,16 @@ def mlx_vlm_chunked() -> Any:
     return MLX(function, UNROLLED)
 
 
-def mlx_lm_layer() -> Any:
-    from with_mlx import Layer
-
-    return Layer()
-
-
 def transformers_chunk(threads: int | None = None) -> Any:
     from with_torch import TransformersChunk
 
     return TransformersChunk(threads)
 
 
-def flash_linear_attention(per_channel: bool = False, tilelang: bool = False) -> Any:
+def flash_linear_attention(per_channel: bool = False) -> Any:
     from with_torch import FlashLinearAttention
 
-    return FlashLinearAttention(per_channel, tilelang)
+    return FlashLinearAttention(per_channel)
 
 
 def flash_qla() -> Any:
@@ -128,34 +116,20 @@ def cudnn() -> Any:
 
 
 _CPU, _GPU, _BOTH = ("cpu",), ("gpu",), ("scalar", "per channel")
-_TORCH, _CHANNEL = "torch", ("per channel",)
-_TRANSFORMERS, _FLA, _TILELANG = ("torch", "transformers"), ("torch", "fla"), ("torch", "fla", "tilelang")
+_CHANNEL, _TRANSFORMERS, _FLA = ("per channel",), ("torch", "transformers"), ("torch", "fla")
 ENTRIES = [
     Entry("deltatune fused", deltatune_fused, _GPU, gates=_BOTH),
-    Entry("FlashQLA", flash_qla, _GPU, _TORCH, needs=("torch", "tilelang", "flash_qla")),
-    Entry("FLA Triton", flash_linear_attention, _GPU, _TORCH, needs=_FLA),
-    Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, _TORCH, _CHANNEL, needs=_FLA),
-    Entry("FLA TileLang", lambda: flash_linear_attention(False, True), _GPU, _TORCH, needs=_TILELANG),
-    Entry(
-        "FLA TileLang, per channel",
-        lambda: flash_linear_attention(True, True),
-        _GPU,
-        _TORCH,
-        _CHANNEL,
-        needs=_TILELANG,
-    ),
-    Entry("cuDNN, per channel", cudnn, _GPU, _TORCH, _CHANNEL, needs=("torch", "cudnn")),
+    Entry("FlashQLA", flash_qla, _GPU, needs=("torch", "tilelang", "flash_qla")),
+    Entry("FLA Triton", flash_linear_attention, _GPU, needs=_FLA),
+    Entry("FLA Triton, per channel", lambda: flash_linear_attention(True), _GPU, _CHANNEL, needs=_FLA),
+    Entry("cuDNN, per channel", cudnn, _GPU, _CHANNEL, needs=("torch", "cudnn")),
     Entry("arrays with autodiff", mlx_autodiff),
     Entry("mlx-lm loop", mlx_lm_loop, gates=_BOTH, slow=True, needs=("mlx_lm",)),
     Entry("deltatune chunk", deltatune_chunk, gates=_BOTH),
-    Entry("transformers chunk (torch)", transformers_chunk, blas=_TORCH, needs=_TRANSFORMERS),
-    Entry("transformers chunk (torch), one thread", lambda: transformers_chunk(1), _CPU, _TORCH, needs=_TRANSFORMERS),
+    Entry("transformers chunk (torch)", transformers_chunk, needs=_TRANSFORMERS),
+    Entry("transformers chunk (torch), one thread", lambda: transformers_chunk(1), _CPU, needs=_TRANSFORMERS),
     Entry("mlx-vlm chunked scan", mlx_vlm_chunked, needs=("mlx_vlm",)),
     Entry("MLX's own operator", mlx_native, _GPU, slow=True),
-    Entry("mlx-vlm chunked scan, wheel's BLAS", mlx_vlm_chunked, _CPU, "system", needs=("mlx_vlm",)),
-    Entry("mlx-lm loop, wheel's BLAS", mlx_lm_loop, _CPU, "system", slow=True, needs=("mlx_lm",)),
-    Entry("mlx-lm layer", mlx_lm_layer, _CPU, slow=True, needs=("mlx_lm",)),
-    Entry("mlx-lm layer, wheel's BLAS", mlx_lm_layer, _CPU, "system", slow=True, needs=("mlx_lm",)),
 ]
 
 

@@ -20,12 +20,8 @@ KERNELS = ("gated delta rule", "convolution", "gated norm")
 
 
 @contextmanager
-def strong_stack(
-    shape: Shape, checkpoint: bool, compiled: bool = False, liger_in_layers: bool = True
-) -> Iterator[Trainer]:
-    """A training step of that stack, with torch.compile if `compiled`. Its first step checks that FLA's kernels run.
-
-    Without `liger_in_layers` norms and SwiGLU stay transformers' own, from which torch.compile makes kernels.
+def strong_stack(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
+    """A training step of that stack. Its first step checks that FLA's kernels run.
 
     Raises:
         RuntimeError: One of the kernels is not in place.
@@ -38,15 +34,15 @@ def strong_stack(
     calls: Counter[str] = Counter()
     _use_functions_of_fla(calls)
     model = torch_model(shape)
-    apply_liger_kernel_to_qwen3_5(model=model, rms_norm=liger_in_layers, swiglu=liger_in_layers)
+    apply_liger_kernel_to_qwen3_5(model=model, rms_norm=True, swiglu=True)
     _use_modules_of_fla(model, calls)
     names = Counter(module._get_name() for module in model.modules())
     swiglus = names["LigerQwen3MoeSwiGLUMLP"] + names["LigerSwiGLUMLP"]
-    if liger_in_layers and not (names["LigerRMSNorm"] > 2 * shape.layers and swiglus):
+    if not (names["LigerRMSNorm"] > 2 * shape.layers and swiglus):
         raise RuntimeError(f"strong_stack: Liger's norms and SwiGLU are not in place; the modules are {dict(names)}")
     if getattr(model.forward, "__func__", None) is not lce_forward:
         raise RuntimeError("strong_stack: Liger's loss is not in place")
-    with peft_trainer(model, shape, checkpoint, compiled, fused=True) as trainer:
+    with peft_trainer(model, shape, checkpoint) as trainer:
         step = trainer.step
 
         def checked() -> float:
@@ -62,10 +58,6 @@ def strong_stack(
 
 
 def _counted(name: str, function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    import torch
-
-    # Without this torch.compile takes the counter for a constant, and compiles anew with each layer's call.
-    @torch.compiler.disable
     def call(*arguments: Any, **options: Any) -> Any:
         calls[name] += 1
         return function(*arguments, **options)

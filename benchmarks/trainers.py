@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -95,19 +97,15 @@ SHAPES = {
 
 @dataclass
 class Trainer:
-    """A trainer that is ready to run steps.
-
-    Args:
-        ready: When its weights were finished, by time.perf_counter.
-        step: Runs one whole training step on the batch, waits for it, and returns its loss.
-        peak: Returns the peak of memory in bytes since reset_peak, or None.
-        settle: Waits until all that was started early has been launched.
-    """
+    """A trainer that is ready to run steps; its weights were finished at the time `ready`, by time.perf_counter."""
 
     ready: float
+    # Runs one whole training step on the batch, waits for it, and returns its loss.
     step: Callable[[], float]
     reset_peak: Callable[[], None]
+    # Returns the peak of memory in bytes since reset_peak, or None.
     peak: Callable[[], float | None]
+    # Waits until all that was started early has been launched.
     settle: Callable[[], object] = lambda: None
 
 
@@ -147,6 +145,16 @@ def mlx_model(shape: Shape, dtype: str | None = None, bits: int = 0) -> Any:
         mx.eval(weight)
     mx.clear_cache()
     return model
+
+
+def save_model(folder: Path, model: Any, config: dict[str, Any]) -> None:
+    """Write a checkpoint of a model's weights, under the names of a model of text alone, and its config.json."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights = {name.removeprefix("language_model."): value for name, value in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def batch_of(rows: np.ndarray) -> Any:
@@ -259,84 +267,6 @@ def _early(whole: Any, batch: Any, launcher: Any, freed_memory: Any) -> Callable
     return step
 
 
-def without_loop() -> None:
-    """Replace mlx-lm's loop over tokens by array operations with autodiff, for the rest of the process."""
-    import mlx.core as mx
-    import mlx.nn as nn
-    from mlx_lm.models import qwen3_5
-
-    from autodiff import gated_delta_autodiff
-
-    def gated_delta_update(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, **_: Any) -> tuple[mx.array, None]:
-        log_g = -mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias).astype(mx.float32)
-        return gated_delta_autodiff(q, k, v, log_g, mx.sigmoid(b)), None
-
-    qwen3_5.gated_delta_update = gated_delta_update
-
-
-@contextmanager
-def mlx_lm(shape: Shape, checkpoint: bool, compiled: bool) -> Iterator[Trainer]:
-    """mlx-lm's model, LoRA, loss and step (tuner/trainer.py), its loop over tokens replaced by arrays with autodiff."""
-    model = mlx_model(shape)
-    ready = time.perf_counter()
-    from functools import partial
-
-    import mlx.core as mx
-    import mlx.nn as nn
-    import mlx.optimizers as optim
-    from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-
-    without_loop()
-    model.freeze()
-    linear_to_lora_layers(model, shape.layers, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
-    model.train()
-    if checkpoint:
-        grad_checkpoint(model.layers[0])
-    optimizer = optim.AdamW(RATE)
-    optimizer.init(model.trainable_parameters())
-    state = [model.state, optimizer.state, mx.random.state]
-    mx.eval(state)
-    differentiate = nn.value_and_grad(model, default_loss)
-    rows = mx.array(shape.rows())
-    lengths = mx.array([[0, shape.tokens]] * shape.batch)
-
-    def whole(rows: mx.array, lengths: mx.array) -> mx.array:
-        (loss, _), gradients = differentiate(model, rows, lengths)
-        optimizer.update(model, gradients)
-        return loss
-
-    if compiled:
-        whole = partial(mx.compile, inputs=state, outputs=state)(whole)
-
-    def step() -> float:
-        loss = whole(rows, lengths)
-        mx.eval(state, loss)
-        if mx.get_cache_memory() > 0:
-            mx.clear_cache()
-        return loss.item()
-
-    yield Trainer(ready, step, mx.reset_peak_memory, lambda: float(mx.get_peak_memory()))
-
-
-@contextmanager
-def transformers(shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
-    """transformers' model and loss with PEFT's LoRA, on its own array form of the recurrence."""
-    import inspect
-
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
-    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-        if hasattr(modeling, name):
-            setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
-    model = torch_model(shape)
-    for module in model.modules():
-        if hasattr(module, "chunk_gated_delta_rule"):
-            module.chunk_gated_delta_rule = modeling.torch_chunk_gated_delta_rule
-    with peft_trainer(model, shape, checkpoint) as trainer:
-        yield trainer
-
-
 def torch_model(shape: Shape) -> Any:
     """transformers' model with random weights from a fixed seed."""
     import torch
@@ -352,13 +282,8 @@ def torch_model(shape: Shape) -> Any:
 
 
 @contextmanager
-def peft_trainer(
-    model: Any, shape: Shape, checkpoint: bool, compiled: bool = False, **optimizer_options: bool
-) -> Iterator[Trainer]:
-    """A step of a model of transformers with PEFT's LoRA on every linear layer, and PyTorch's AdamW.
-
-    If `compiled`, torch.compile compiles the decoder's layers, as PyTorch's guides advise for deep models.
-    """
+def peft_trainer(model: Any, shape: Shape, checkpoint: bool) -> Iterator[Trainer]:
+    """A step of a model of transformers with PEFT's LoRA on every linear layer, and PyTorch's fused AdamW."""
     import peft
     import torch
 
@@ -370,11 +295,8 @@ def peft_trainer(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     model.train()
-    if compiled:
-        for layer in model.get_decoder().layers:
-            layer.compile()
     trained = [x for x in model.parameters() if x.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, **optimizer_options)
+    optimizer = torch.optim.AdamW(trained, lr=RATE, fused=True)
     rows = torch.tensor(shape.rows(), device=model.device).long()[:, :-1]
 
     def step() -> float:

@@ -5,9 +5,9 @@ usage: python benchmarks/training_step.py RESULTS.json [--seconds 500] [--only N
 The model has random bf16 weights and LoRA r=8 on every linear, and trains with AdamW and T=2048. Each trainer has a
 process of its own, one after another. Its gradients on a short batch are first compared with those of mlx-lm's own
 model and loop in fp32: a trainer whose error is more than twice that of the same model and loop in bf16 gets no figure.
-(transformers has other weights; tests/oracle compares it.) The time to the first step starts with the finished weights,
-and includes checks and compiling. strong_stack.py says which kernels transformers is given in the entries with FLA's,
-and unsloth_trainer.py how Unsloth is set up.
+(transformers has other weights; tests/oracle compares it.) The error is the norm of the difference, divided by the norm
+of the reference, over all adapters together. The time to the first step starts with the finished weights, and includes
+checks and compiling. strong_stack.py says which kernels transformers is given in the entries with FLA's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import processes
 import trainers
 from machine import cpu, gpu, versions
 from strong_stack import strong_stack
 from tables import training_table
-from trainers import SHAPES, Shape
-from unsloth_trainer import unsloth
+from trainers import RANK, SCALE, SHAPES, Shape
 
 STEPS, FEW_STEPS, LONG = 8, 3, 4.0
 # A trainer may be this many times as far from the truth as mlx-lm's loop is in the same dtype; and this far in any.
@@ -43,47 +44,26 @@ COMPARED = {"0.8B": (24, 128), "35B-A3B": (4, 128), "tiny": (4, 32), "tiny exper
 
 @dataclass(frozen=True)
 class Entry:
-    """A trainer to measure.
-
-    Args:
-        make: The function that sets it up.
-        options: The keyword arguments of that function.
-        parity: The name of the gradients that it must have; None for no comparison.
-        seconds: How long its process may take.
-    """
+    """A trainer to measure: how to set it up, whether its gradients are compared, and the seconds of its process."""
 
     make: Callable[..., Any]
-    options: dict[str, bool]
-    parity: str | None
+    checkpoint: bool
+    compared: bool
     seconds: float
 
 
-_OURS, _ARRAYS = "deltatune", "arrays with autodiff"
 ENTRIES = {
-    "deltatune, checkpointed": Entry(trainers.deltatune, {"checkpoint": True}, _OURS, 120),
-    "deltatune": Entry(trainers.deltatune, {"checkpoint": False}, _OURS, 120),
-    "transformers + PEFT, checkpointed": Entry(trainers.transformers, {"checkpoint": True}, None, 120),
-    "with FLA's, Liger's and fused kernels, checkpointed": Entry(strong_stack, {"checkpoint": True}, None, 300),
-    "with FLA's, Liger's and fused kernels": Entry(strong_stack, {"checkpoint": False}, None, 300),
-    "with these and torch.compile": Entry(strong_stack, {"checkpoint": False, "compiled": True}, None, 300),
-    "with FLA's kernels, Liger's loss and torch.compile": Entry(
-        strong_stack, {"checkpoint": False, "compiled": True, "liger_in_layers": False}, None, 300
-    ),
-    "mlx-lm, arrays with autodiff, checkpointed, not compiled": Entry(
-        trainers.mlx_lm, {"checkpoint": True, "compiled": False}, _ARRAYS, 100
-    ),
-    "mlx-lm, arrays with autodiff": Entry(trainers.mlx_lm, {"checkpoint": False, "compiled": True}, _ARRAYS, 150),
-    "mlx-lm, arrays with autodiff, checkpointed": Entry(
-        trainers.mlx_lm, {"checkpoint": True, "compiled": True}, _ARRAYS, 330
-    ),
-    "Unsloth, its checkpoints": Entry(unsloth, {"checkpoint": True}, None, 300),
-    "Unsloth": Entry(unsloth, {"checkpoint": False}, None, 300),
+    "deltatune, checkpointed": Entry(trainers.deltatune, True, True, 120),
+    "deltatune": Entry(trainers.deltatune, False, True, 120),
+    "with FLA's, Liger's and fused kernels, checkpointed": Entry(strong_stack, True, False, 300),
+    "with FLA's, Liger's and fused kernels": Entry(strong_stack, False, False, 300),
 }
+Gradients = dict[str, np.ndarray]
 
 
 def measure(name: str, shape: Shape) -> dict[str, Any]:
     entry = ENTRIES[name]
-    with entry.make(shape, **entry.options) as trainer:
+    with entry.make(shape, entry.checkpoint) as trainer:
         losses = [trainer.step()]
         first = time.perf_counter() - trainer.ready
         print(json.dumps({"note": f"{name}: first step after {first:.1f} s"}), flush=True)
@@ -99,13 +79,83 @@ def measure(name: str, shape: Shape) -> dict[str, Any]:
         return found | {"peak": trainer.peak(), "losses": losses}
 
 
+def distances(shape: Shape, tokens: int) -> dict[str, float]:
+    """The errors of mlx-lm's loop and of deltatune in the shape's dtype, against the loop in fp32."""
+    rows = shape.rows(tokens)
+    truth = of_mlx_lm(shape, rows, "float32")
+    found = {"loop": of_mlx_lm(shape, rows, shape.dtype), "deltatune": of_deltatune(shape, rows)}
+    return {name: _distance(gradients, truth) for name, gradients in found.items()}
+
+
+def of_mlx_lm(shape: Shape, rows: np.ndarray, dtype: str) -> Gradients:
+    model = trainers.mlx_model(shape, dtype)
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.tuner.trainer import default_loss
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model.freeze()
+    linear_to_lora_layers(model, shape.layers, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    _draw_adapters(model)
+    model.train()
+    lengths = mx.array([[0, rows.shape[1] - 1]] * len(rows))
+    (_, _), gradients = nn.value_and_grad(model, default_loss)(model, mx.array(rows), lengths)
+    return _flat(gradients)
+
+
+def of_deltatune(shape: Shape, rows: np.ndarray) -> Gradients:
+    """The gradients of the patched, checkpointed and compiled step."""
+    model = trainers.mlx_model(shape)
+    import mlx.core as mx
+
+    from deltatune.lora import convert_to_lora
+    from deltatune.options.config import LoraConfig, TrainConfig
+    from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
+    from deltatune.train.setup import training
+
+    convert_to_lora(model, LoraConfig(rank=RANK, scale=SCALE), num_layers=-1)
+    _draw_adapters(model)
+    with training(model, TrainConfig(grad_checkpoint=True), compare=False) as trained:
+        loss = trained.loss
+        model.train()
+        step: Callable = mx.compile(lambda batch: mean_loss_and_gradients(model, loss, batch), inputs=[model.state])
+        _, _, gradients = step(arrays(trainers.batch_of(rows)))
+        return _flat(gradients)
+
+
+def _draw_adapters(model: Any) -> None:
+    """Draw lora_b, since its usual start at zero would leave lora_a without a gradient."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    drawn = []
+    for number, (name, x) in enumerate(sorted(tree_flatten(model.trainable_parameters()))):
+        draw = np.random.default_rng(number)
+        drawn.append((name, mx.array(draw.normal(size=x.shape).astype(np.float32) * 0.02).astype(x.dtype)))
+    model.update(tree_unflatten(drawn))
+
+
+def _flat(gradients: Any) -> Gradients:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    wide = [(name, x.astype(mx.float32)) for name, x in tree_flatten(gradients)]
+    mx.eval([x for _, x in wide])
+    return {name: np.array(x) for name, x in wide}
+
+
+def _distance(found: Gradients, truth: Gradients) -> float:
+    if found.keys() != truth.keys():
+        raise ValueError(f"not the same adapters: {sorted(found.keys() ^ truth.keys())[:4]}")
+    apart = sum(float(np.square(found[name] - truth[name]).sum()) for name in truth)
+    return (apart / sum(float(np.square(x).sum()) for x in truth.values())) ** 0.5
+
+
 def work(name: str, shape: Shape) -> None:
     """The process of one trainer, or of the comparison of gradients, which prints its record last."""
     found: dict[str, Any] = {"trainer": name}
     try:
         if name == "parity":
-            from gradients import distances
-
             layers, tokens = COMPARED[shape.name]
             found |= {"distances": distances(replace(shape, layers=layers, batch=2), tokens)}
         else:
@@ -147,11 +197,11 @@ def run(name: str, shape: Shape, seconds: float) -> dict[str, Any]:
 
 def disagreement(entry: Entry, distances: dict[str, float] | None, problem: str | None) -> str | None:
     """Why a trainer gets no figure, or None where it may be measured."""
-    if entry.parity is None:
+    if not entry.compared:
         return None
     if distances is None:
         return f"gradients were not compared: {problem}"
-    own, loop = distances[entry.parity], distances["loop"]
+    own, loop = distances["deltatune"], distances["loop"]
     if own <= max(ALLOWED * loop, ROUNDING):
         return None
     return f"wrong: gradients are {own:.1e} off those in fp32, where mlx-lm's loop is {loop:.1e} off"
@@ -188,7 +238,7 @@ def main() -> None:
     }
     print(f"{result['date']}, {gpu() or 'no GPU'}, {cpu()}; {versions()}\n{shape}", flush=True)
     parity: dict[str, Any] = {}
-    if any(ENTRIES[name].parity for name in options.only):
+    if any(ENTRIES[name].compared for name in options.only):
         parity = run("parity", shape, min(120.0, options.seconds))
         print(show(parity), flush=True)
     result["parity"] = parity.get("distances")

@@ -41,8 +41,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
 from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, MOST, Brake, DeviceLimits
 from deltatune.plan.forecast import Forecast, forecast_step
-from deltatune.plan.layers_on_disk import held
-from deltatune.plan.search import fits
+from deltatune.plan.search import fits, held
 from deltatune.plan.simulate import PACES, gpu_pace
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare

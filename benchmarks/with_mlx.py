@@ -116,33 +116,3 @@ class MLX:
 
         outputs, gradients = mx.vjp(self.function, arrays, [dy])
         return [*outputs, *gradients]
-
-
-class Layer:
-    """A whole gated-delta layer of mlx-lm in training; its projections show what a BLAS contributes."""
-
-    peak = None
-
-    def load(self, given: Inputs, dtype: str = "float32") -> None:
-        import mlx.core as mx
-        import mlx.nn as nn
-        from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
-
-        _, tokens, heads, head_size = given.arrays["q"].shape
-        sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": heads}
-        sizes |= {"linear_key_head_dim": head_size, "linear_value_head_dim": head_size, "hidden_size": 1024}
-        self.layer = GatedDeltaNet(TextModelArgs(model_type="qwen3_5", **sizes))
-        self.layer.train()
-        self.x = mx.random.normal((1, tokens, 1024))
-        self.gradient = nn.value_and_grad(self.layer, lambda x: self.layer(x).square().sum())
-        mx.eval(self.x, self.layer.parameters())
-
-    def forward(self) -> None:
-        import mlx.core as mx
-
-        mx.eval(self.layer(self.x))
-
-    def backward(self) -> None:
-        import mlx.core as mx
-
-        mx.eval(self.gradient(self.x))

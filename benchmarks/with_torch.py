@@ -178,15 +178,15 @@ class TransformersChunk(ScalesItself):
 
 
 class FlashLinearAttention(Torch):
-    """flash-linear-attention: its Triton kernels alone, or with those kernels in TileLang that it prefers to them."""
+    """flash-linear-attention's Triton kernels."""
 
     graph = True
 
-    def __init__(self, per_channel: bool = False, tilelang: bool = False) -> None:
+    def __init__(self, per_channel: bool = False) -> None:
         super().__init__()
-        self.per_channel, self.tilelang = per_channel, tilelang
+        self.per_channel = per_channel
         # Where FlashQLA or TileLang is installed, FLA hands calls to it unasked.
-        os.environ |= {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "1" if tilelang else "0"}
+        os.environ |= {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}
 
     def make(self) -> Callable[..., Any]:
         if self.per_channel:
@@ -201,7 +201,7 @@ class FlashLinearAttention(Torch):
 
         flags = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
         hopper, from_3_4, mended = (getattr(chunk_o, name, False) for name in flags)
-        if self.per_channel or self.tilelang or not (hopper and from_3_4 and not mended):
+        if self.per_channel or not (hopper and from_3_4 and not mended):
             return None
         chunk_o.TRITON_ABOVE_3_7_1 = True
         return "only timed: FLA refuses this backward pass here (Hopper, Triton 3.4 to 3.7.0) for wrong results"

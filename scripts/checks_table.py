@@ -27,21 +27,32 @@ expected, what came and what to do; in Python it is a `UserError`. `make fuzz` l
 `scripts/checks_table.py` writes this page from the tests that are marked `bad_input`.
 """
 _LONGEST = 100
+#: Where a session of pytest keeps the counts of its own tests.
+MARKED = pytest.StashKey[Counter[tuple[str, str, str]]]()
 
 
 class _Collector:
-    """A plugin of pytest that notes every mark `bad_input`: how many cases, by test file, text and test."""
+    """A plugin of pytest that keeps the marks of the tests."""
 
-    def __init__(self) -> None:
-        self.cases: Counter[tuple[str, str, str]] = Counter()
-
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        for item in items:
-            file, _, test = item.nodeid.partition("::")
-            for mark in item.iter_markers("bad_input"):
-                parameters = item.callspec.params if hasattr(item, "callspec") else {}
-                given = mark.args[0].format(**parameters)
-                self.cases[file, _cell(given), test.partition("[")[0]] += 1
+        self.cases = cases_of(items)
+
+
+def cases_of(items: list[Any]) -> Counter[tuple[str, str, str]]:
+    """Count the cases that are marked `bad_input`, by test file, text and test."""
+    cases: Counter[tuple[str, str, str]] = Counter()
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        for mark in item.iter_markers("bad_input"):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            cases[file, _cell(mark.args[0].format(**parameters)), test.partition("[")[0]] += 1
+    return cases
+
+
+def files() -> list[Path]:
+    """The files with marked tests, in the page's order."""
+    return [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "bad_input(" in path.read_text("utf-8")]
 
 
 def _cell(text: str) -> str:
@@ -53,7 +64,7 @@ def _cell(text: str) -> str:
 def page(cases: Counter[tuple[str, str, str]]) -> str:
     """The whole page: a table for each file of tests."""
     parts = [INTRODUCTION]
-    for file in dict.fromkeys(file for file, _, _ in cases):
+    for file in sorted({file for file, _, _ in cases}, key=Path):
         rows = [
             f"| {given}{f' ({count} cases)' if count > 1 else ''} | `{test}` |"
             for (in_file, given, test), count in cases.items()
@@ -65,9 +76,8 @@ def page(cases: Counter[tuple[str, str, str]]) -> str:
 
 def collect() -> Counter[tuple[str, str, str]]:
     """Let pytest collect the tests that are marked."""
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "bad_input(" in path.read_text("utf-8")]
     collector = _Collector()
-    command = ["--collect-only", "-qq", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *map(str, files)]
+    command = ["--collect-only", "-qq", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *map(str, files())]
     with contextlib.redirect_stdout(sys.stderr):
         code = pytest.main(command, plugins=[collector])
     if code:

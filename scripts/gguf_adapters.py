@@ -26,7 +26,7 @@ import test_peft
 from gguf import GGUFReader
 
 from deltatune.export.gguf_file import CONVERTER, write_converted, write_gguf_adapter
-from deltatune.models.merged_checkpoint import merge_checkpoint
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.selftest.parity import seeded
 
 # Modules that the converter can take apart, by family.
@@ -77,11 +77,7 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def check(llama_cpp: Path, family: str, folder: Path) -> str:
-    """Compare the files of one family; a line of the result.
-
-    Raises:
-        ValueError: a matrix changes otherwise than by its update.
-    """
+    """Compare the files of one family; a line of the result. ValueError where a matrix changes but for its update."""
     checkpoint = test_peft.saved(folder, family)
     vocabulary = {str(number): number for number in range(seeded.VOCAB)}
     text = json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []})

@@ -70,12 +70,7 @@ def _lines(path: Path) -> int:
 
 
 def style(trees: list[ast.Module]) -> dict[str, int]:
-    """Count constructions that make code harder to read, over the modules of the source.
-
-    Returns:
-        By name: assignments of several values at once, conditional expressions within others, functions assigned to
-        attributes of finished objects, questions for the device, and words of docstrings, `what` among them.
-    """
+    """Count constructions that make code harder to read, over the modules of the source, by name."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     words = [word.lower() for text in docstrings(trees) for word in re.findall(r"[A-Za-z']+", text)]
     return {

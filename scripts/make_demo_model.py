@@ -10,20 +10,26 @@ import argparse
 import json
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 
 # isort: split
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 import demo_corpus
 from deltatune import finetune
 from deltatune.demo.assets import MODEL
 from deltatune.options.config import TrainConfig
-from demo_tokenizer import SPECIAL_TOKENS, tokenizer_config, train_tokenizer
 
 SEED = 1
 VOCABULARY = 512
 CONVERSATIONS = 30_000
+# A space is a separate piece, so that a word has the same tokens after a space, a quotation mark or nothing.
+PIECES = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]|\s"
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -82,6 +88,38 @@ def write_corpus(folder: Path) -> list[str]:
     for name, part in (("train", conversations[:-200]), ("valid", conversations[-200:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part), encoding="utf-8")
     return [message["content"] for line in conversations for message in line["messages"]]
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: list[str]) -> Tokenizer:
+    """Train a tokenizer of at most `vocabulary` tokens, of which the `special_tokens` come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokenizer_config(chat_template: str) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
 
 
 def write_start(folder: Path, texts: list[str]) -> None:

@@ -44,14 +44,3 @@ def assert_agree(found: dict[str, mx.array], expected: dict[str, Any]) -> None:
         value = float64(value) if isinstance(value, mx.array) else value
         assert found[name].shape == value.shape, name
         assert np.abs(float64(found[name]) - value).max() <= 2e-6 * np.abs(value).max(), name
-
-
-def upstream_twin(adapter: nn.Module, upstream: Any, rank: int, scale: float) -> nn.Module:
-    """mlx-lm's adapter with the same parameters; their names, shapes and dtypes must be those of ours."""
-    theirs = upstream.from_base(adapter.base, r=rank, scale=scale)
-    ours = dict(tree_flatten(adapter.parameters()))
-    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
-        name: (value.shape, value.dtype) for name, value in tree_flatten(theirs.parameters())
-    }
-    theirs.load_weights(list(ours.items()))
-    return theirs

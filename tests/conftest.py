@@ -70,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--metal"):
         stand_in = beside.load(Path(__file__).parent / "on_metal" / "stand_in.py")
         stand_in.install(config.cache.mkdir("host_machine"), optimised=False)
+    # A run would wait for the disk 25 times. No test cuts the power, and a killed process leaves its files whole.
+    os.fsync = lambda descriptor: None
     until_the_end = ExitStack()
     until_the_end.enter_context(compiling.without_kernels())
     config.add_cleanup(until_the_end.close)
@@ -115,7 +117,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import checks_table
+
+    # Before tests are left out by their other marks.
+    config.stash[checks_table.MARKED] = checks_table.cases_of(items)
     # A process of pytest-xdist has this attribute.
     if hasattr(config, "workerinput"):
         slowest_first(items)

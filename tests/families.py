@@ -1,10 +1,12 @@
 """The options of tiny models, as config.json has them in tiny_models.yaml, and noise for their random weights."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 import yaml
 from mlx.utils import tree_map
 
@@ -19,6 +21,11 @@ OTHERS: dict[str, dict[str, Any]] = _MODELS["others"]
 LINEAR_ATTENTION: dict[str, dict[str, Any]] = _MODELS["linear_attention"]
 # Families whose text options stand under `text_config`, as in their released checkpoints.
 NESTED = {"qwen3_5", "qwen3_5_moe", "kimi_k3"}
+
+
+def weekly_but(names: Iterable[str], *daily: str) -> list[Any]:
+    """Values of a parameter: `daily` ones run in every suite, and all other names every week."""
+    return [name if name in daily else pytest.param(name, marks=pytest.mark.weekly) for name in names]
 
 
 def with_noise(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from mlx.utils import tree_map_with_path
 
 from deltatune.data import Batch
 from deltatune.models.load import load
-from deltatune.models.vision.frozen_tower import frozen_tower
+from deltatune.models.vision.split import frozen_tower
 from deltatune.ops.random_state import drawing_with
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients

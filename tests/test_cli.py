@@ -102,9 +102,7 @@ def test_checkpointing_is_a_switch_that_may_be_left_to_the_plan(arguments, value
 TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
 MISTAKES = [(shlex.split(words), message) for words, message in TABLE.items()]
 # No file of text holds such a name.
-MISTAKES += [
-    (["doctor", "--model", "\udcff"], "argument --model: expected text in UTF-8 that is not empty, got '.udcff'")
-]
+MISTAKES += [(["doctor", "--model", "\udcff"], "--model: expected text in UTF-8 that is not empty, got '.udcff'")]
 
 
 @pytest.mark.bad_input("`deltatune` with {arguments}")

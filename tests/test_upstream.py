@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,7 +32,7 @@ stand_in = beside.load(Path(__file__).parent / "patches/changed_upstream.py").st
 # Python's own names, and the public ones of named tuples.
 _OF_PYTHON = {"_replace", "_fields", "_asdict", "_make", "_getframe", "_exit", "_actions"}
 # Objects of deltatune whose private attributes another file reads, or that their own file sets by a string.
-_OWN = {("lora/pissa.py", "_with_update"), ("lora/directly_read.py", "_module_and_read")}
+_OWN = {("lora/pissa.py", "_with_update"), ("lora/new_rows.py", "_module_and_read")}
 # What is written so in files or in kernels, and the text that marks a class of deltatune's.
 _TEXTS = {"_name_or_path", "_deltatune_checkpointed", "_make", "_module_and_read"}
 _PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")
@@ -123,7 +126,7 @@ def test_without_the_compile_mode_a_step_is_compiled_as_mlx_does(monkeypatch):
         assert how == "compiled"
     with compiling.without_kernels():
         assert mx.compile(lambda x: x + 1)(mx.ones(2)).tolist() == [2, 2]
-    assert not upstream.NAMES[0].present()
+    assert not upstream.probed()[0].present
 
 
 @pytest.mark.parametrize("name", ["libmlx.so", "libmlx.dylib", None])
@@ -195,21 +198,24 @@ def test_without_the_tokenizer_in_its_wrapper_rows_have_the_same_tokens(checkpoi
     assert encoding_digest(renamed) is None
 
 
-def test_train_and_doctor_go_on_where_mlx_lm_renamed_all_of_them(checkpoint, tmp_path):
+def test_training_goes_on_where_mlx_lm_renamed_all_of_them(checkpoint, tmp_path):
     names = {"_get_classes": "_classes", "_download": "_fetch", "_tokenizer": "_hf", "_chat_template": "_writer"}
     path = stand_in(tmp_path / "new", "0.99.0", {}, renamed=names)
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}] * 4
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["train", "--model", checkpoint, "--data", tmp_path, "--iters", 1, "--batch-size", 2, "--seed", 1]
     as_it_is, renamed = ([*flags, "--adapter-path", tmp_path / name] for name in ("as it is", "renamed"))
-    trained, doctor = called_elsewhere(renamed, ["doctor", "--json"], PYTHONPATH=path)
+    (trained,) = called_elsewhere(renamed, PYTHONPATH=path)
     for done in (called(*as_it_is), trained):
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
     one, other = ((tmp_path / name / "adapters.safetensors").read_bytes() for name in ("as it is", "renamed"))
     assert one == other
-    gone = [each["name"] for each in json.loads(doctor.stdout)["private_names"] if not each["present"]]
-    assert [name.rpartition(".")[2] for name in gone] == ["_tokenizer", "_chat_template", "_get_classes", "_download"]
+    program = "import deltatune.upstream as u; print(*(each.name for each in u.probed() if not each.present))"
+    environment = os.environ | {"PYTHONPATH": path}
+    gone = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    names = [name.rpartition(".")[2] for name in gone.stdout.split()]
+    assert names == ["_tokenizer", "_chat_template", "_get_classes", "_download"]
 
 
 def test_without_get_classes_a_model_is_found_by_its_type(monkeypatch):

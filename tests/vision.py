@@ -1,7 +1,6 @@
 """Tiny vision-language checkpoints of every family, written without a download, for fixtures of tests/conftest.py."""
 
 import copy
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from deltatune.models.vision import load as vision_load
+from deltatune.models.load import build_vision
+from deltatune.models.transformers_configs import completed
 from deltatune.models.vision.inputs import Grid, Picture, VisionSpec, single_frames, token_positions
 from families import PARTS, with_noise
 
@@ -58,9 +58,8 @@ def vision_config(family: str, text: dict[str, Any], **overrides: Any) -> dict[s
 
 def build_vision_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     """mlx-vlm's model with random weights."""
-    module = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     mx.random.seed(seed)
-    return with_noise(vision_load.build(module, config))
+    return with_noise(build_vision(completed(config)))
 
 
 def write_processor(folder: Path, **size: int) -> None:

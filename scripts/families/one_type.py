@@ -31,9 +31,9 @@ from table import NO_RUN
 from deltatune.data.example import Example, Splits
 from deltatune.errors import UserError
 from deltatune.layers import describe
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
-from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.ops import layer_cut
 from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments

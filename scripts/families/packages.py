@@ -15,21 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_vlm_types
 
-from deltatune.models.load import checked, load_model, new_model
-from deltatune.models.vision.load import load_vision_model, new_vision_model
+from deltatune.models.load import load_model, load_vision_model, new_model
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package of models.
-
-    Attributes:
-        name: Its name.
-        types: Returns the names of its model types.
-        config_of: Returns the config.json of a tiny model of a type.
-        new: Makes a model with random weights from a config.json.
-        load: Loads a checkpoint's folder and returns the model and its config.json.
-    """
+    """A package of models: its types, the config.json of a tiny model of one, and how to make and to load it."""
 
     name: str
     types: Callable[[], list[str]]
@@ -40,7 +31,7 @@ class Package:
 
 def _load_vlm(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     config = json.loads((folder / "config.json").read_text())
-    return load_vision_model(folder, config, lambda kind: checked(kind, folder), lazy=False), config
+    return load_vision_model(folder, config, lazy=False), config
 
 
 MLX_LM = Package(
@@ -54,7 +45,7 @@ MLX_VLM = Package(
     "mlx-vlm",
     mlx_vlm_types.types,
     mlx_vlm_types.config_of_vlm,
-    lambda config: new_vision_model(copy.deepcopy(config), seed=0),
+    lambda config: new_model(copy.deepcopy(config), vision=True),
     _load_vlm,
 )
 PACKAGES = (MLX_LM, MLX_VLM)

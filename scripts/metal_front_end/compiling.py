@@ -36,18 +36,22 @@ class RefusedError(ValueError):
 
 def _ran(source: str, flags: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cpp"
-        file.write_text(source)
-        ended = subprocess.run([*_CLANG, *flags, str(file), "-o", "-"], capture_output=True, text=True)
+        return _ran_in(Path(folder), source, [*flags, "-o", "-"])
+
+
+def _ran_in(folder: Path, source: str, flags: list[str]) -> str:
+    file = folder / "kernel.cpp"
+    file.write_text(source)
+    ended = subprocess.run([*_CLANG, *flags, str(file)], capture_output=True, text=True)
     if ended.returncode:
         raise RefusedError(ended.stderr[:3000])
     return ended.stdout
 
 
-def _conversions(source: str) -> Counter[str]:
+def _conversions(source: str, *flags: str) -> Counter[str]:
     """Count implicit conversions to bf16, by the function that each is in."""
     found, function = Counter(), ""
-    for line in _ran(source, [*_STRICT, "-ast-dump"]).splitlines():
+    for line in _ran(source, [*_STRICT, *flags, "-ast-dump"]).splitlines():
         if "Decl 0x" in line and (named := _FUNCTION.search(line)):
             function = named[1]
         elif "__bf16' <" in line and _TO_BF16.search(line) and "part_of_explicit_cast" not in line:
@@ -56,25 +60,23 @@ def _conversions(source: str) -> Counter[str]:
 
 
 @cache
-def _of_the_prelude() -> Counter[str]:
-    return _conversions(text.before_kernels())
+def _prelude() -> tuple[tempfile.TemporaryDirectory[str], Counter[str]]:
+    """Return a folder with what comes before every kernel, compiled, and the conversions in it."""
+    folder, source = tempfile.TemporaryDirectory(), text.before_kernels()
+    _ran_in(Path(folder.name), source, [*_STRICT, "-emit-pch", "-o", f"{folder.name}/prelude.pch"])
+    return folder, _conversions(source)
 
 
 def check(launch: Launch, kernel: str | None = None) -> list[str]:
     """Compile a launch's kernel after MLX's prelude, and return the functions that convert to bf16 implicitly.
 
     Clang accepts such a conversion, and Metal refuses it. Those in MLX's own text are not among them: its stand-in for
-    Metal's library is to blame.
-
-    Args:
-        launch: The launch.
-        kernel: Another text of the kernel.
-
-    Raises:
-        RefusedError: Clang does not take the text.
+    Metal's library is to blame. `kernel` is another text of the kernel; RefusedError where clang does not take it.
     """
-    found = _conversions(text.before_kernels() + _START + (kernel or text.kernel(launch)))
-    return sorted((found - _of_the_prelude()).elements())
+    folder, of_prelude = _prelude()
+    compiled = ("-include-pch", str(Path(folder.name) / "prelude.pch"))
+    found = _conversions(_START + (kernel or text.kernel(launch)), *compiled)
+    return sorted((found - of_prelude).elements())
 
 
 def lowered(launch: Launch, kernel: str | None = None) -> str:

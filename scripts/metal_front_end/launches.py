@@ -15,13 +15,7 @@ from deltatune.ops.operator.case import Case
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call of one operator.
-
-    Attributes:
-        name: What the call is, for a table.
-        tokens: Tokens in its row.
-        launches: What its forward and its backward pass launch, in their order.
-    """
+    """A call of one operator: its name in a table, the tokens of its row, and the launches of both passes in order."""
 
     name: str
     tokens: int

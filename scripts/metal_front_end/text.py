@@ -71,8 +71,7 @@ def before_kernels() -> str:
 def kernel(launch: Launch) -> str:
     """Return the text of a launch's kernel, from our header on, under the name `launched`.
 
-    Raises:
-        ValueError: It has more buffers than Metal allows.
+    ValueError for more buffers than Metal allows.
     """
     values = []
     for name, value in launch.values.items():

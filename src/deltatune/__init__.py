@@ -13,20 +13,23 @@ from .machine import startup as _startup
 from .ops import IMPLEMENTATIONS as _IMPLEMENTATIONS
 
 if TYPE_CHECKING:
-    from .answering.dialogue import generate
-    from .commands.export import export_adapter
-    from .data import load_datasets
-    from .lora import convert_to_lora
-    from .models.adapted_base import load
-    from .models.merged_checkpoint import merge_checkpoint
-    from .ops.attention import attention
-    from .ops.gated_delta import gated_delta
-    from .ops.linear_attention import linear_attention
-    from .options.config import LoraConfig, TrainConfig
-    from .patches import patched
-    from .plan.planned_run import PlannedRun, finetune, plan_run
-    from .train import Trainer
-    from .train.iterations import StopTraining
+    from .answering.dialogue import generate as generate
+    from .commands.export import export_adapter as export_adapter
+    from .data import load_datasets as load_datasets
+    from .lora import convert_to_lora as convert_to_lora
+    from .models.adapted_base import load as load
+    from .models.checkpoint_writer import merge_checkpoint as merge_checkpoint
+    from .ops.attention import attention as attention
+    from .ops.gated_delta import gated_delta as gated_delta
+    from .ops.linear_attention import linear_attention as linear_attention
+    from .options.config import LoraConfig as LoraConfig
+    from .options.config import TrainConfig as TrainConfig
+    from .patches import patched as patched
+    from .plan.planned_run import PlannedRun as PlannedRun
+    from .plan.planned_run import finetune as finetune
+    from .plan.planned_run import plan_run as plan_run
+    from .train import Trainer as Trainer
+    from .train.iterations import StopTraining as StopTraining
 
 _startup.prepare(_IMPLEMENTATIONS)
 
@@ -46,30 +49,12 @@ _MODULES = {
     "linear_attention": "ops.linear_attention",
     "load": "models.adapted_base",
     "load_datasets": "data",
-    "merge_checkpoint": "models.merged_checkpoint",
+    "merge_checkpoint": "models.checkpoint_writer",
     "patched": "patches",
     "plan_run": "plan.planned_run",
 }
 
-__all__ = [
-    "LoraConfig",
-    "PlannedRun",
-    "StopTraining",
-    "TrainConfig",
-    "Trainer",
-    "attention",
-    "convert_to_lora",
-    "export_adapter",
-    "finetune",
-    "gated_delta",
-    "generate",
-    "linear_attention",
-    "load",
-    "load_datasets",
-    "merge_checkpoint",
-    "patched",
-    "plan_run",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 
 
 class NotFiniteError(ArithmeticError):
-    """A model gave a token a probability that is not finite.
-
-    Attributes:
-        rows: The tokens that the model had read, or several such rows, one of which it was.
-    """
+    """A model gave a token a probability that is not finite, behind one of the `rows` of tokens that it had read."""
 
     def __init__(self, *rows: Sequence[int]):
         super().__init__("a probability is not finite")
@@ -19,11 +15,9 @@ class UserError(ValueError):
     """A mistake that the user can correct; its message names the expected value, the actual one and the remedy.
 
     The command line prints the message without a traceback, and exits with code 2.
-
-    Attributes:
-        everywhere: Whether every rank of a launched run ends with it; None where that is not known.
     """
 
+    # Whether every rank of a launched run ends with it; None where that is not known.
     everywhere: bool | None = None
 
 

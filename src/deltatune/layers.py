@@ -54,21 +54,20 @@ def layer_kind(layer: nn.Module) -> str:
     A recurrent mixer holds the parameter A_log, and is Mamba's unless it is gated delta. An attention layer holds a
     projection to keys.
     """
-    modules = layer.modules()
-    for module in modules:
+    return _kind(layer.named_modules())
+
+
+def _kind(named: list[tuple[str, nn.Module]]) -> str:
+    for _, module in named:
         if "A_log" in module:
             return "delta" if is_gated_delta(module) else "mamba"
     keys = ("k_proj", "wk", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
-    names = {name for module in modules for name in module.children()}
+    names = {name for path, _ in named for name in path.split(".")}
     return "attention" if any(name in keys or name.startswith("kv_a_proj") for name in names) else "other"
 
 
 def layer_paths(model: nn.Module) -> list[str]:
-    """Return the path of every layer in `model.layers`, in order.
-
-    Raises:
-        UserError: The model has no `layers`.
-    """
+    """Return the path of every layer in `model.layers`, in order; UserError for a model without `layers`."""
     layers = getattr(model, "layers", None)
     if not layers:
         raise UserError(f"{type(model).__name__} has no `layers`: not a model whose layers can be chosen for training.")
@@ -85,12 +84,9 @@ def without_pictures(model: nn.Module) -> dict[str, None]:
 
 
 def logits_of(model: nn.Module, tokens: mx.array, **keywords: Any) -> mx.array:
-    """Call a model on text, and return its logits [B, T, vocabulary].
+    """Call a model on token ids [B, T], and return its logits [B, T, vocabulary].
 
-    Args:
-        model: A model of mlx-lm, or of mlx-vlm. Those may require pictures and answer with an object.
-        tokens: Token ids [B, T].
-        keywords: Further arguments of the model, which come before None for pictures.
+    mlx-vlm's models may require pictures, for which None stands unless `keywords` have them, and answer with an object.
     """
     output = model(tokens, **{**without_pictures(model), **keywords})
     return output if isinstance(output, mx.array) else output.logits
@@ -113,22 +109,17 @@ class LayerInfo:
 
 
 def describe(model: nn.Module) -> list[LayerInfo]:
-    """Describe every decoder layer of `model.layers`, in order.
-
-    Raises:
-        UserError: The model has no `layers`.
-    """
+    """Describe every decoder layer of `model.layers`, in order; UserError for a model without `layers`."""
     paths = layer_paths(model)
     layers = []
     for index, (path, layer) in enumerate(zip(paths, [one for one in model.layers if one is not None], strict=True)):
-        delta = next((f"{path}.{mixer}" for mixer in gated_delta_layers(layer) if mixer), None)
-        layers.append(LayerInfo(index, path, layer_kind(layer), layer, has_experts(layer), delta))
+        # MLX takes long to find a module's parts.
+        named = layer.named_modules()
+        delta = next((f"{path}.{mixer}" for mixer, module in named if mixer and is_gated_delta(module)), None)
+        layers.append(LayerInfo(index, path, _kind(named), layer, any(_has_experts(part) for _, part in named), delta))
     return layers
 
 
-def has_experts(layer: nn.Module) -> bool:
-    """Whether a layer holds experts: a weight [experts, out, in] in a class that has the attribute num_experts."""
-    return any(
-        "weight" in module and module.weight.ndim == 3 and hasattr(type(module), "num_experts")
-        for module in layer.modules()
-    )
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts: a weight [experts, out, in] in a class that has the attribute num_experts."""
+    return "weight" in module and module.weight.ndim == 3 and hasattr(type(module), "num_experts")

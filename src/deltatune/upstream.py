@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -79,8 +79,7 @@ def _random_state() -> Any:
 def dropout_rate(dropout: nn.Module) -> float:
     """The share of its inputs that an nn.Dropout sets to zero in training; else read from its printed form.
 
-    Raises:
-        UserError: Neither says it.
+    UserError where neither says it.
     """
     keep = getattr(dropout, "_p_1", None)
     if isinstance(keep, float | int):
@@ -108,8 +107,7 @@ def chat_template_code(tokenizer: Any) -> Any:
 def model_classes(config: dict[str, Any]) -> tuple[type, Any]:
     """mlx-lm's classes of a model and of its arguments, by config.json; else those in the module of the model's type.
 
-    Raises:
-        ValueError: mlx-lm does not know the type.
+    ValueError for a type that mlx-lm does not know.
     """
     utils: Any = importlib.import_module("mlx_lm.utils")
     find = getattr(utils, "_get_classes", None)
@@ -157,21 +155,12 @@ def download(name: str) -> Path:
     return Path(importlib.import_module("huggingface_hub").snapshot_download(name))
 
 
-@dataclass(frozen=True)
-class PrivateName:
-    """A private name of upstream, and the fallback `without` it, in a sentence.
-
-    `present` says whether the installed package has the name; it is asked only where the package is installed.
-    """
+class PrivateName(NamedTuple):
+    """A private name of upstream, the fallback `without` it, in a sentence, and whether the package has it."""
 
     name: str
     without: str
     present: Callable[[], bool]
-
-    @property
-    def package(self) -> str:
-        """The package of the name."""
-        return re.split(r"\W", self.name)[0]
 
 
 def _holds(module: str, *names: str) -> bool:
@@ -251,14 +240,13 @@ class Probed:
 
 def probed() -> list[Probed]:
     """Look for every private name of the packages that are installed."""
-    installed = {name.package for name in NAMES if importlib.util.find_spec(name.package) is not None}
-    return [
-        Probed(private.name, _present(private), private.without) for private in NAMES if private.package in installed
-    ]
-
-
-def _present(name: PrivateName) -> bool:
-    try:
-        return name.present()
-    except (AttributeError, TypeError, LookupError, OSError):
-        return False
+    found = []
+    for name, without, present in NAMES:
+        if importlib.util.find_spec(re.split(r"\W", name)[0]) is None:
+            continue
+        try:
+            is_there = present()
+        except (AttributeError, TypeError, LookupError, OSError):
+            is_there = False
+        found.append(Probed(name, is_there, without))
+    return found

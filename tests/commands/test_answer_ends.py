@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from console import called
 from deltatune.commands import export
 from deltatune.commands.generate import GenerateOptions, generate
-from deltatune.data.chats.answer_ends import ending_answers, missing_end, note
+from deltatune.data.chats.answers import ending_answers, missing_end, note_on_ends
 from deltatune.models.checkpoint_writer import unwritten_ends
 from deltatune.models.load import load
 
@@ -47,7 +47,7 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
     flags = ["--iters", 120, "--batch-size", 2, "--learning-rate", "1e-3"]
     flags += ["--adapter-path", adapter]
-    sampled = ["--sample-prompts", ROW["prompt"], "--steps-per-sample", 120, "--sample-max-tokens", 40]
+    sampled = ["--sample-prompts", ROW["prompt"], "--sample-max-tokens", 40]
     trained = called("train", "--model", base, "--data", data, *flags, *sampled)
     assert trained.returncode == 0, trained.stderr
     said = " ".join(trained.stdout.split())
@@ -94,7 +94,7 @@ def test_end_of_an_answer_in_the_template(base, checkpoint):
     usual = load(checkpoint).tokenizer
     assert missing_end(usual) is None
     assert ending_answers(usual) is usual
-    assert note(usual) == []
+    assert note_on_ends(usual) == []
     # A template that raises, and one that ends an answer with nothing, say nothing of its end.
     for template in ("{{ raise_exception('no') }}", "{% for message in messages %}{{ message.content }}{% endfor %}"):
         tokenizer.chat_template = template

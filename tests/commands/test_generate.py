@@ -13,7 +13,7 @@ from added_ends import FIRST, LAST, with_first_token
 from console import called, deltatune, started
 from deltatune.commands import generate
 from deltatune.commands.generate import GenerateOptions
-from deltatune.data.chats.answer_parser import AnswerParser
+from deltatune.data.chats.answers import AnswerParser
 from deltatune.data.prompts import Question, prompt_tokens, text_tokens
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
@@ -93,11 +93,12 @@ TYPED = r"\nabla \theta \\n" + "\n\tprint('\\n')"
 AS_TYPED = f"{{% if messages[0].content != {TYPED!r} %}}{{{{ raise_exception('changed') }}}}{{% endif %}}ok"
 
 
-def test_a_prompt_from_standard_input_is_taken_as_typed(tmp_path):
+def test_a_prompt_from_standard_input_is_taken_as_typed(tmp_path, monkeypatch):
     model = shutil.copytree(MODEL, tmp_path / "model")
     (model / "chat_template.jinja").write_text(AS_TYPED)
     options = ["--model", model, "--max-tokens", 1]
-    assert deltatune("generate", *options, "--prompt", "-", input=TYPED).returncode == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TYPED.encode())))
+    assert called("generate", *options, "--prompt", "-").returncode == 0
     assert called("generate", *options, "--prompt", f"{TYPED}.").returncode == 2
 
 

@@ -1,7 +1,9 @@
 """A result that is not a number is never a result: finite weights with overflowing layers end with a layer's name."""
 
+import io
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -10,7 +12,6 @@ from PIL import Image
 
 import deltatune
 from checkpoint_copies import rewritten
-from console import deltatune as deltatune_script
 from deltatune.errors import NotFiniteError, UserError
 from deltatune.models import batch_decoder as answer
 from deltatune.models.batch_decoder import is_covered
@@ -83,12 +84,13 @@ def test_the_same_weights_in_float32_have_results(run, overflowing, data, tmp_pa
 
 
 @pytest.mark.bad_input("`chat` with a model whose probabilities are not finite")
-def test_a_chat_ends(overflowing):
-    done = deltatune_script("chat", "--model", overflowing, "-m", 4, input="the fox\na dog\n")
-    assert done.returncode == 2
-    assert FIRST in done.stderr
-    assert done.stderr.count("deltatune: ") == 1
-    assert "!!" not in done.stdout
+def test_a_chat_ends(run, overflowing, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\na dog\n"))
+    code, said, err = run("chat", "--model", overflowing, "-m", 4)
+    assert code == 2
+    assert FIRST in err
+    assert err.count("deltatune: ") == 1
+    assert "!!" not in said
 
 
 @pytest.mark.parametrize("covered", [True, False], ids=["decoder", "mlx-lm"])

@@ -157,5 +157,5 @@ def test_data_that_are_missing_are_named_before_a_model_is_downloaded(run, tmp_p
     monkeypatch.setattr(upstream, "download", lambda name: asked.append(name) or tmp_path)
     code, _, err = run("train", "--model", "owner/model", "--data", tmp_path / "nowhere")
     assert code == 2
-    assert "nowhere: no such folder" in err
+    assert "nowhere: no such file or folder" in err
     assert not asked

@@ -28,12 +28,6 @@ def test_the_splits_that_the_run_needs(tokenizer, folder):
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [0, 0, 3]
 
 
-def test_training_goes_on_without_validation_and_says_so(tokenizer, folder):
-    assert load_datasets(folder(train=TEXT), tokenizer).notes == [
-        "No validation set: training goes on without validation."
-    ]
-
-
 def test_rows_are_held_out_where_nothing_else_validates(tokenizer, folder):
     rows = [{"text": f"line {number}"} for number in range(40)]
     everything = load_datasets(folder(train=rows, val_split=0), tokenizer)
@@ -109,7 +103,7 @@ def test_a_file_is_the_training_data(tokenizer, folder, tmp_path, kind):
             "a row of a CSV file that cannot be read",
             "faq.csv",
             "prompt,completion\na,\nb,c\n",
-            "faq.csv row 1: 'completion' is null",
+            "faq.csv row 1: 'completion' is empty",
         ),
         (
             "a file of an unknown kind as data",
@@ -162,8 +156,8 @@ def test_long_examples_are_skipped_and_counted(tokenizer, folder):
     config = folder(train=[{"text": "word " * 40}, *TEXT], valid=TEXT, max_seq_length=32, overlong="skip")
     splits = load_datasets(config, tokenizer)
     assert [example.source[-1] for example in splits.train] == ["2", "3", "4", "5"]
-    assert "1 of 5 examples" in splits.notes[0]
-    assert "were skipped; --overlong truncate cuts them" in splits.notes[0]
+    assert "1 of 5 examples is longer" in splits.notes[0]
+    assert "was skipped; --overlong truncate cuts them" in splits.notes[0]
     with pytest.raises(UserError, match=r"train\.jsonl: no example left to train on"):
         load_datasets(folder(train=[{"text": "word " * 40}], max_seq_length=32, overlong="skip"), tokenizer)
 
@@ -177,7 +171,7 @@ def test_a_prompt_that_fills_the_limit_leaves_nothing_to_learn(tokenizer, folder
 
 
 def test_too_little_for_a_batch(tokenizer, folder):
-    with pytest.raises(UserError, match=r"4 example\(s\), fewer than batch_size 5 .*batch_size 4 or less"):
+    with pytest.raises(UserError, match=r"4 examples, fewer than batch_size 5 .*batch_size 4 or less"):
         load_datasets(folder(train=TEXT, batch_size=5), tokenizer)
     # A data set that packing makes smaller than a batch is completed with blank rows.
     packed = load_datasets(folder(train=TEXT, batch_size=2, pack=True), tokenizer)
@@ -188,8 +182,8 @@ def test_too_little_for_a_batch(tokenizer, folder):
 def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
-    config = dataclasses.replace(folder(train=TEXT), test=True)
-    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test"):
+    config = dataclasses.replace(folder(train=TEXT), train=False, test=True)
+    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test; --data may also name"):
         load_datasets(config, tokenizer)
 
 
@@ -197,14 +191,16 @@ def test_no_such_folder(tokenizer, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
     messages = {
-        "nowhere": "no such folder; expected one with train.jsonl",
+        "nowhere": "no such file or folder, and no name of",
         "empty": "no train.jsonl in this folder",
-        "a\\b": r"no such folder; .* A path has / here, not \\\.",
-        "../../../../../../../../dev/null": "no such folder",
+        "a\\b": r"no such file or folder, .* A path has / here, not \\\.",
+        "../../../../../../../../dev/null": "no such file or folder",
     }
+    messages = {str(tmp_path / name): message for name, message in messages.items()}
+    messages["https://huggingface.co/datasets/a/b/viewer"] = "give the name on the hub, a/b"
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):
-            load_datasets(TrainConfig(data=str(tmp_path / name)), tokenizer)
+            load_datasets(TrainConfig(data=name), tokenizer)
 
 
 def test_a_long_conversation_in_several_rows_loses_the_turns_that_one_row_loses(tokenizers, folder):
@@ -219,8 +215,8 @@ def test_a_long_conversation_in_several_rows_loses_the_turns_that_one_row_loses(
     assert splits.notes[1:3] == [
         f"{config.data}/train.jsonl: 2 of 5 examples are longer than max_seq_length {limit} (the longest has "
         f"{len(whole[3].tokens)} tokens) and were truncated; --overlong skip leaves them out.",
-        f"{config.data}/train.jsonl: 2 of them were left out, not truncated: the turns that they are for begin beyond "
-        "the limit.",
+        f"{config.data}/train.jsonl: 2 of them were left out, not truncated: the turns that are learnt there begin "
+        "beyond the limit.",
     ]
     with pytest.raises(UserError, match=r"train.jsonl:1 \(messages 1 to 2\): the prompt alone takes"):
         load_datasets(folder(train=[{"messages": messages}], max_seq_length=4), tokenizers("thinking"))

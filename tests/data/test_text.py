@@ -83,37 +83,6 @@ def test_keys_of_the_users_own(tokenizer):
     assert chosen.tokens.tolist() == encoder(tokenizer)(ROWS["chat"], "file:1").tokens.tolist()
 
 
-MISTAKES = {
-    "a list": ([1], "expected an object with"),
-    "no key": ({}, "no known format: .*got no key"),
-    "a near miss": ({"mesages": []}, r"'mesages' \(did you mean 'messages'\?\)"),
-    "half of a pair": ({"prompt": "a", "respons": "b"}, 'expected .*"completion".*got .prompt., .respons.'),
-    "null": ({"text": None}, "'text' is null"),
-    "a number": ({"text": 3}, "'text': expected a string, got int 3"),
-    "a prompt that is a list": ({"prompt": ["a"], "completion": "b"}, "'prompt': expected a string, got list"),
-    "messages in a string": ({"messages": "hello"}, "'messages': expected a list, got str"),
-    "a message in a string": ({"messages": ["hello"]}, "message 1: expected .*role"),
-    "a message without role": ({"messages": [{"content": "a"}]}, "message 1: expected .*role"),
-    "content that is a number": ({"messages": [{"role": "user", "content": 5}]}, "message 1: expected a string"),
-    "tools that are no list": ({"prompt": "a", "completion": "b", "tools": "c"}, "'tools': expected a list"),
-    "empty text": ({"text": ""}, "empty text"),
-    "blank text": ({"text": " \n"}, "empty text"),
-    "nothing but the end": ({"text": "<|im_end|>"}, "nothing to learn from"),
-    "an empty completion": ({"prompt": "a", "completion": " "}, "message 2: empty answer"),
-    "no message": ({"messages": []}, "empty conversation"),
-    "messages without content": ({"messages": [{"role": "user", "content": ""}]}, "empty conversation"),
-    "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn counts"),
-}
-
-
-@pytest.mark.bad_input("a row of data with {name}")
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(tokenizer, name):
-    row, message = MISTAKES[name]
-    with pytest.raises(UserError, match=f"^some/train.jsonl:7: .*{message}"):
-        encoder(tokenizer)(row, "some/train.jsonl:7")
-
-
 def test_empty_after_the_template(tokenizers):
     tokenizer = tokenizers("empty")
     with pytest.raises(UserError, match="file:1: empty after the chat template"):

@@ -119,7 +119,7 @@ def test_a_damaged_file_is_made_anew(tokenizer, folder, encoded, own_cache):
     content = file.read_bytes()
     random = np.random.default_rng(0)
     damaged = [b"", content[:-1], content[: len(content) // 2], b"PK" + bytes(100)]
-    for place in random.integers(0, 8 * len(content), 40).tolist():
+    for place in random.integers(0, 8 * len(content), 12).tolist():
         flipped = bytearray(content)
         flipped[place // 8] ^= 1 << place % 8
         damaged.append(bytes(flipped))

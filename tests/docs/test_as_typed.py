@@ -1,7 +1,7 @@
 """The commands and the YAML files of the pages run as their reader types them, on tiny models in the places they name.
 
 Only the length of a run is shortened. Commands that cannot run here stand in NOT_RUN with the tests that run them. The
-first line of each command that no other test starts goes through the installed console script.
+shortest line of each command that no other test starts goes through the installed console script.
 """
 
 import json
@@ -19,6 +19,7 @@ from pages import ROOT, blocks
 import docs_pages
 from console import deltatune
 from deltatune import cli
+from deltatune.commands import eval as eval_
 from films import write_video
 from mtp_heads import with_head
 
@@ -59,16 +60,28 @@ def typed() -> dict[str, Path]:
 
 
 def reason(command: str) -> str | None:
-    """Why a command is not run."""
     return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), None)
 
 
 TYPED = typed()
-RUN = [pytest.param(line, page, id=line[:100]) for line, page in TYPED.items() if reason(line) is None]
-#: The first line of each command, but those of which other tests start the script.
-STARTED = ("train", "plan", "generate")
-FIRST = {shlex.split(line)[1]: line for line in reversed(TYPED) if reason(line) is None}
+#: The shortest line of each command, but those of which other tests start the script.
+STARTED = ("train", "plan", "generate", "eval")
+FIRST = {shlex.split(line)[1]: line for line in sorted(TYPED, key=len, reverse=True) if reason(line) is None}
 FIRST = {name: line for name, line in FIRST.items() if name not in STARTED}
+
+
+def marks(page: Path, line: str = "") -> list[pytest.MarkDecorator]:
+    """At each commit run what README and the first pages show, and the shortest line of each command."""
+    shown = page.name == "README.md" or page.parent.name == "start" or line in FIRST.values()
+    return [] if shown else [pytest.mark.weekly]
+
+
+RUN = [
+    pytest.param(line, page, id=line[:100], marks=marks(page, line))
+    for line, page in TYPED.items()
+    if reason(line) is None
+]
+YAML = [pytest.param(block, id=str(block), marks=marks(block.page)) for block in blocks("yaml")]
 
 
 def pairs(count: int) -> list[dict[str, str]]:
@@ -195,7 +208,8 @@ def make_needed(words: list[str], trained) -> None:
 
 
 @pytest.mark.parametrize(("line", "page"), RUN)
-def test_a_command_runs(line, page, desk, trained, capsys):
+def test_a_command_runs(line, page, desk, trained, capsys, monkeypatch):
+    monkeypatch.setattr(eval_, "_DRAFTED_TOKENS", 4)
     folder = desk(page)
     words = [re.sub("^~", str(folder), word) for word in shlex.split(line)[1:]]
     make_needed(words, trained)
@@ -217,7 +231,7 @@ def test_lines_excused_from_running_are_on_a_page():
     assert not [beginning for beginning in NOT_RUN if not any(line.startswith(beginning) for line in TYPED)]
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+@pytest.mark.parametrize("block", YAML)
 def test_a_yaml_file_trains(block, desk, places, tiny_checkpoint, capsys):
     """The model has the layers of Qwen3.5-0.8B as far as layer 11: each fourth is attention."""
     folder = desk(block.page)

@@ -23,7 +23,7 @@ from console import called, deltatune
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
 # Two reports and evaluations in four iterations, a test, samples, and more layers than the model has.
 FULL = """--iters 4 --batch-size 2 --max-seq-length 64 --num-layers 17 --steps-per-report 2 --steps-per-eval 2
---save-every 2 --val-batches -1 --test --test-batches 1 --keep 1 --sample-prompts why prompts.jsonl --steps-per-sample 4
+--save-every 2 --val-batches -1 --test --test-batches 1 --keep 1 --sample-prompts why prompts.jsonl
 --sample-max-tokens 3 --grad-accumulation-steps 2"""
 
 # All weights, columns of other names, a row that is too long, and no evaluation.
@@ -144,7 +144,7 @@ SENTENCES: dict[str, dict[str, Callable[[Shop], object]]] = {
         "folder to which a run writes all its files (default: adapters)": lambda s: (
             "adapters/adapters.safetensors" in s.files["defaults"]
         ),
-        "prompts that the model answers before, during and after training": lambda s: list(samples(s)) == [0, 4],
+        "prompts that the model answers before, during and after training": lambda s: list(samples(s)) == [0, 2, 4],
         "a name that ends with .jsonl stands for the prompts, chats or texts in the rows of that file": lambda s: (
             samples(s)[0] == ["why", ROW["prompt"]]
         ),

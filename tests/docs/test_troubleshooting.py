@@ -41,7 +41,3 @@ def test_the_page_quotes_messages():
 @pytest.mark.parametrize("message", messages())
 def test_a_quoted_message_stands_in_the_source(message, printed):
     assert message in printed
-
-
-def test_a_message_that_nobody_prints_is_found(printed):
-    assert "training goes on without a single doubt" not in printed

@@ -89,6 +89,8 @@ def test_pictures_are_named_after_training_alone(tmp_path):
     assert all(answer == f"a {colour} circle" for _, colour, answer in answers[1:])
 
 
+# tests/train/test_distributed.py starts two processes at each commit.
+@pytest.mark.weekly
 def test_several_processes_train_together(tmp_path):
     script = EXAMPLES / "several_processes.py"
     # The command as the script and the page give it, from the folder of the checkout, but for where results go.

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from deltatune.cli import main
-from deltatune.export import hub
+from deltatune.export.model_card import check_repository
 
 # Raised inside huggingface_hub, by the way in which it uploads a file.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -132,4 +132,4 @@ def test_a_refusal_of_the_hub_leaves_the_export(refused, said, server, push, tmp
     assert said in message
     assert f"The export is complete in {tmp_path / 'out'}" in message
     assert (tmp_path / "out" / "adapters.safetensors").is_file()
-    assert hub.check_name("me/it") is None
+    assert check_repository("me/it") is None

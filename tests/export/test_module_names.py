@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.export.expert_factors import from_peft, fused, split, to_peft
 from deltatune.export.module_names import AdaptedPlace, TransformersNames, check_layout, short
+from deltatune.export.peft_adapter import from_peft, fused, split, to_peft
 from deltatune.models.transformers_configs import with_known_type
 from deltatune.selftest.parity import recording, vision
 from deltatune.selftest.parity.cases import CASES

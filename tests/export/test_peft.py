@@ -12,8 +12,7 @@ import pytest
 
 from checkpoint_copies import copied
 from deltatune.cli import main
-from deltatune.export.expert_factors import from_peft
-from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS
+from deltatune.export.peft_adapter import PEFT_CONFIG, PEFT_WEIGHTS, from_peft
 from deltatune.lora import load_adapters
 from deltatune.models.load import load_model
 from families import FAMILIES

@@ -9,7 +9,7 @@ from mlx_lm.tuner.dora import DoRAEmbedding as UpstreamDoRAEmbedding
 from mlx_lm.tuner.lora import LoRAEmbedding as UpstreamLoRAEmbedding
 
 import adapter_checks
-from adapter_checks import assert_agree, float64, upstream_twin
+from adapter_checks import assert_agree, float64
 from deltatune.lora import DoRAEmbedding, LoRAEmbedding
 from deltatune.lora.weights import dense_weight
 
@@ -79,7 +79,12 @@ def test_gradients_against_float64(kind, use):
 )
 def test_same_names_shapes_and_values_as_mlx_lm(kind, upstream):
     adapter = adapted(kind)
-    theirs = upstream_twin(adapter, upstream, RANK, SCALE)
+    theirs = upstream.from_base(adapter.base, r=RANK, scale=SCALE)
+    ours = dict(tree_flatten(adapter.parameters()))
+    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
+        name: (value.shape, value.dtype) for name, value in tree_flatten(theirs.parameters())
+    }
+    theirs.load_weights(list(ours.items()))
     ids, x = mx.array([[3, 1, 49]]), mx.random.normal((1, 3, DIMS))
     assert mx.allclose(adapter(ids), theirs(ids), atol=1e-6)
     assert mx.allclose(adapter.as_linear(x), theirs.as_linear(x), atol=1e-5)

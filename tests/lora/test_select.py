@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from deltatune.errors import UserError
 from deltatune.layers import layer_kind, layer_paths
 from deltatune.lora import convert_to_lora
-from deltatune.lora.directly_read import directly_read
+from deltatune.lora.new_rows import directly_read
 from deltatune.lora.select import _ModuleNames, select
 from deltatune.options.config import LoraConfig
 from families import FAMILIES

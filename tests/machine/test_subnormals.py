@@ -40,5 +40,5 @@ def test_mlx_flushes_them_and_python_does_not():
 
 
 def test_mlx_alone_keeps_them():
-    """This is why machine/subnormals.py exists. If MLX itself flushes them one day, the module can be deleted."""
+    """This is why machine/startup.py has _flushed(). If MLX itself flushes them one day, it can be deleted."""
     assert probe("")["product"][0] == pytest.approx(1e-39, rel=1e-5)

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.machine import backend, disk_rate, packages
+from deltatune.machine import backend, packages
 from deltatune.machine.awake import awake
-from deltatune.machine.numpy_arrays import as_numpy
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine.disk import PageCache, disk_rate
+from deltatune.machine.host_memory import as_numpy
 
 
 def test_caffeinate_holds_a_mac_awake_as_long_as_the_run_goes_on(monkeypatch):
@@ -66,7 +66,7 @@ def test_a_file_stays_uncached_when_its_disk_has_been_measured(uncached, tmp_pat
     file = tmp_path / "weights"
     file.write_bytes(bytes(2**16))
     run = PageCache([file])
-    disk_rate.measured(file, 0.01)
+    disk_rate(file, 0.01)
     assert uncached[GLOBAL_NOCACHE] == {file.stat().st_ino: 1}
     assert list(uncached[NOCACHE].values()) == [1]
     run.close()

@@ -15,6 +15,7 @@ from deltatune.models import stored_names
 from deltatune.models.checkpoint_files import INDEX, index_counts, weight_files, weight_headers
 from deltatune.models.checkpoint_writer import write_weights
 from deltatune.models.load import load, load_model, load_vision_tower
+from families import weekly_but
 from new_tokens import write_data
 from saved_adapters import adapted
 from weight_builds import CASES, arrange, shards
@@ -85,10 +86,10 @@ def test_an_adapter_that_is_not_finite(run, checkpoint, data, adapter, tmp_path,
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("train", []),
+        pytest.param("train", [], marks=pytest.mark.weekly),
         ("train later", ["--val-batches", 0]),
         ("train full", ["--val-batches", 0, "--fine-tune-type", "full"]),
-        ("eval", []),
+        pytest.param("eval", [], marks=pytest.mark.weekly),
         ("generate", []),
     ],
 )
@@ -161,8 +162,6 @@ def test_from_scratch_with_a_type(run, checkpoint, data, tmp_path, kind, place):
     assert code == 2
     assert f"fine_tune_type {kind} asks for adapters; leave one of them out" in error
     assert "Loading" not in out
-    full = [*train(checkpoint, data, tmp_path / "out"), "--from-scratch", "--fine-tune-type", "full", "--iters", 1]
-    assert run(*full)[0] == 0
 
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
@@ -187,7 +186,7 @@ def test_the_build_that_transformers_takes_is_loaded(builds, tmp_path, case):
     assert sorted(headers) == [file.name for file in weight_files(folder)]
 
 
-@pytest.mark.parametrize("case", ["older shards", "index of another build"])
+@pytest.mark.parametrize("case", weekly_but(["older shards", "index of another build"], "older shards"))
 def test_eval_and_merge_take_that_build(builds, tmp_path, case):
     folder = arrange(case, *builds, tmp_path / "model")
     data = write_data(tmp_path / "data", new=False)

@@ -3,7 +3,6 @@
 scripts/families tries all model types; these have unusual layers.
 """
 
-import functools
 import warnings
 
 import mlx.core as mx
@@ -12,48 +11,28 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
 from deltatune.models.layer_caches import carries
+from families import weekly_but
 from other_towers import from_families
 
-# The fixture replaces it for the reference, which runs upstream's code alone.
+# The test replaces it for the reference, which runs upstream's code alone.
 pytestmark = pytest.mark.filterwarnings("ignore:mlx.core.argpartition stays as it is")
-# Their unusual layers are of a kind that another of these types has as well.
-LIKE_OTHERS = ("gemma2", "gemma4_text", "hunyuan")
 PACKS = {"gemma2", "gemma4_text", "gemma3n", "nemotron_h"}
-TYPES = ("gemma3n", "afm7", "nemotron_h", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in LIKE_OTHERS))
+# The unusual layers of the others are of a kind that one of these has as well, or test_state_space.py.
+TYPES = weekly_but(("gemma3n", "afm7", "nemotron_h", "gemma2", "gemma4_text", "hunyuan"), "gemma3n")
 
 
-@pytest.fixture(scope="module")
-def results():
-    """results(kind) -> the results of a type, computed once."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_type_trains_in_every_way_or_is_refused(kind, monkeypatch):
+    """one_type.py gives a sentence in the place of a number where an error is above its bound."""
+    one_type = from_families("one_type")
+    one_type.with_fixed_choices(lambda name, function: monkeypatch.setattr(mx, name, function))
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one_type = from_families("one_type")
-        one_type.with_fixed_choices(lambda name, function: patch.setattr(mx, name, function))
-        yield functools.cache(one_type.main)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_checkpointed_on_short_and_long_rows_gradients_are_plain(results, kind):
-    # one_type.py gives a sentence where an error is above its bound.
-    for column in ("full", "checkpoints", "long rows"):
-        assert isinstance(results(kind)[column], float), results(kind)[column]
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_runs_with_adapters_continue_and_merge(results, kind):
-    found = results(kind)
+        found = one_type.main(kind)
+    columns = ("full", "checkpoints", "long rows", "merged", *(() if kind == "afm7" else ("4 bits",)))
+    assert [type(found[column]) for column in columns] == [float] * len(columns), found
     assert (found["lora"], found["resumed"]) == (True, True), found
-    assert isinstance(found["merged"], float), found["merged"]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "afm7"])
-def test_adapters_on_four_bits_get_plain_gradients(results, kind):
-    assert isinstance(results(kind)["4 bits"], float), results(kind)["4 bits"]
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_packed_documents_get_the_gradients_that_they_get_alone_or_are_refused_in_both_dtypes(results, kind):
-    fp32, bf16 = results(kind)["packed fp32"], results(kind)["packed bf16"]
+    fp32, bf16 = found["packed fp32"], found["packed bf16"]
     if kind in PACKS:
         assert (type(fp32), bf16) == (float, True), (fp32, bf16)
     else:

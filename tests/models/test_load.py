@@ -64,14 +64,6 @@ def test_slices_of_gate_and_up_are_copied_on_cuda(damaged, device, monkeypatch):
     assert list(map(has_gaps, experts)) == [device == "cpu"] * len(experts)
 
 
-def test_loaded_tokenizer_renders_chat(tiny_checkpoint):
-    loaded = load(str(tiny_checkpoint("qwen3")))
-    text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "the dog"}], tokenize=False)
-    assert text == "<|im_start|>user\nthe dog<|im_end|>\n"
-    assert loaded.tokenizer.eos_token_ids == {2}
-    assert loaded.path == tiny_checkpoint("qwen3")
-
-
 def test_from_scratch_needs_no_weights_and_follows_the_seed(damaged):
     path = damaged("qwen3_5_moe")
     (path / "model.safetensors").unlink()

@@ -11,8 +11,8 @@ from checkpoint_copies import copied, rewritten
 from deltatune.errors import UserError
 from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load, load_model, load_vision_tower, new_model
-from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.models.transformers_configs import as_written, check_options, completed
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording

@@ -190,6 +190,24 @@ def test_a_mixture_preferences_and_images_train_as_on_the_cpu(others):
         check_same_as_on_the_cpu(folder / name, folder / f"{name}_cpu")
 
 
+def statements_left(of_mac) -> list[str]:
+    """The statements of a Mac that no program of this session has run, as not_run.txt names them."""
+    run = marks.read(of_mac[1])
+    return sorted(str(each) for each in of_mac[0] if each.line not in run[each.file])
+
+
+def statements_listed() -> tuple[list[str], list[str]]:
+    """The statements that no program runs, and those that the self-test and the demo alone run."""
+    never, weekly = (HERE / "not_run.txt").read_text().split("# Weekly.\n")
+    return tuple([line for line in part.splitlines() if line and not line.startswith("#")] for part in (never, weekly))
+
+
+def test_branches_of_a_mac_are_run(text, others, of_mac):
+    """not_run.txt names the rest; a new branch of a Mac that nothing runs here is missing there."""
+    left, (never, weekly) = statements_left(of_mac), statements_listed()
+    assert left == sorted(never + weekly), "tests/on_metal/not_run.txt should be:\n" + "\n".join(left)
+
+
 @pytest.fixture(scope="module")
 def selftest(on_metal, tmp_path_factory):
     """What the self-test and a short demo did. The demo's iterations are too few to learn anything."""
@@ -202,6 +220,7 @@ def selftest(on_metal, tmp_path_factory):
 OF_THE_STAND_IN = "control: train() forgotten"
 
 
+@pytest.mark.weekly
 def test_the_selftest_passes(selftest):
     found, _ = selftest
     assert set(found["kernels"]) == GATED_DELTA | PER_CHANNEL | ATTENTION
@@ -210,6 +229,7 @@ def test_the_selftest_passes(selftest):
     assert wrong == [OF_THE_STAND_IN], found["said"]
 
 
+@pytest.mark.weekly
 def test_the_demo_runs_to_its_end(selftest):
     _, found = selftest
     # Its questions are answered many at once.
@@ -217,9 +237,6 @@ def test_the_demo_runs_to_its_end(selftest):
     assert "mlx_lm.load reads the adapter; 3 of 3 answers are the same." in found["said"]
 
 
-def test_branches_of_a_mac_are_run(text, others, selftest, of_mac):
-    """not_run.txt names the rest; a new branch of a Mac that nothing runs here is missing there."""
-    run = marks.read(of_mac[1])
-    left = sorted(str(each) for each in of_mac[0] if each.line not in run[each.file])
-    listed = [line for line in (HERE / "not_run.txt").read_text().splitlines() if line and not line.startswith("#")]
-    assert left == sorted(listed), "tests/on_metal/not_run.txt should be:\n" + "\n".join(left)
+@pytest.mark.weekly
+def test_the_selftest_and_the_demo_run_the_rest(text, others, selftest, of_mac):
+    assert statements_left(of_mac) == sorted(statements_listed()[0])

@@ -8,7 +8,7 @@ import pytest
 
 import deltatune
 from console import called
-from deltatune.data.chats.answer_parser import AnswerParser
+from deltatune.data.chats.answers import AnswerParser
 from deltatune.data.prompts import conversation_text
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError

@@ -12,8 +12,8 @@ from mlx.utils import tree_map_with_path
 from deltatune.export.peft_adapter import write_peft
 from deltatune.export.peft_import import import_peft
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load_model
-from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import CASES

@@ -6,7 +6,7 @@ from parity import rollouts
 from parity.rollouts import CASES
 
 from deltatune.options.conditions import changed_options
-from deltatune.train.policy_gradient import policy_loss
+from deltatune.train import policy_loss
 
 RECORDED = rollouts.recorded()
 

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from deltatune.patches import Patch, evidence, patch
+from deltatune.patches.patch_record import TRIED
 
 FILES = {
     "acme/__init__.py": "__version__ = '1.2.3'",
@@ -33,10 +34,8 @@ def replacement(upstream):
 
 
 RECORD = Patch(
-    tried=">=1.2,<1.3",
     module="acme.ops",
     name="update",
-    holders=("acme.one",),
     reason="to test",
     without="Training goes slowly.",
     replacement=replacement,
@@ -52,6 +51,7 @@ def acme(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(TRIED, "acme", ">=1.2,<1.3")
     monkeypatch.setattr(evidence, "_path", lambda key: tmp_path / "evidence" / key)
     evidence.forget()
     before = set(sys.modules)

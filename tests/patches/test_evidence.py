@@ -1,10 +1,11 @@
-"""The evidence decides about replacements, for any installed version, and is asked once."""
+"""The evidence decides about replacements, for any version, and is asked once; its small cases run deltatune's code."""
 
 import contextlib
 import dataclasses
 import importlib
 import sys
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,8 +15,12 @@ import pytest
 import beside
 from deltatune import patches
 from deltatune.errors import UserError
-from deltatune.patches import TRAINING, PatchWarning, evidence, patch
-from deltatune.patches.patch_record import SETTLED
+from deltatune.machine import backend
+from deltatune.ops import recomputation
+from deltatune.patches import TRAINING, PatchWarning, evidence, patch, small_cases
+from deltatune.patches.evidence import defined_function, expected_signature, signature_text
+from deltatune.patches.patch_record import SETTLED, TRIED
+from deltatune.patches.tables import delta_layers, pointwise
 
 pytestmark = pytest.mark.any_blas
 
@@ -40,19 +45,21 @@ def test_every_record_passes_with_the_installed_versions(tmp_path, monkeypatch):
         assert report.applied
 
 
-def test_another_version_is_applied_where_the_evidence_is_for_it_and_is_said(acme):
+def test_another_version_is_applied_where_the_evidence_is_for_it_and_is_said(acme, monkeypatch):
     one = acme("acme.one")
-    report = patch.apply([dataclasses.replace(RECORD, tried=">=1.0,<=1.1.5")])
+    monkeypatch.setitem(TRIED, "acme", ">=1.0,<=1.1.5")
+    report = patch.apply([RECORD])
     assert one.update(2) == ("ours", 2)
     assert report.complete
     assert report.untried == ["acme 1.2.3 has not been tried with this deltatune; 1 of 1 functions behave as in 1.1.5."]
 
 
-def test_of_several_records_that_no_version_chooses_the_evidence_does(acme):
+def test_of_several_records_the_evidence_chooses_the_first_that_fits(acme):
     acme("acme.ops")
-    wrong = dataclasses.replace(RECORD, tried="<=1.1", check=lambda upstream, ours: "it differs.")
-    right = dataclasses.replace(RECORD, tried="<=1.0")
-    assert patch.apply([wrong, right]).applied[0].patch is right
+    other = dataclasses.replace(RECORD, signature="(x)")
+    wrong = dataclasses.replace(RECORD, check=lambda upstream, ours: "it differs.")
+    right = dataclasses.replace(RECORD, reason="another")
+    assert patch.apply([other, wrong, right, RECORD]).applied[0].patch is right
 
 
 def test_outcome_of_one_record_does_not_count_for_another(acme):
@@ -158,3 +165,60 @@ def test_a_check_draws_none_of_the_users_random_numbers(acme):
     mx.random.seed(3)
     patch.apply([dataclasses.replace(RECORD, check=lambda upstream, ours: mx.random.uniform().item() * 0 or None)])
     assert mx.random.uniform() == expected
+
+
+# nn.silu without a convolution before it is MLX's own.
+TABLES = (
+    pointwise.ACTIVATIONS,
+    pointwise.ACTIVATIONS_OF_MLX_VLM,
+    pointwise.PATCHES,
+    pointwise.NORMS,
+    delta_layers.PATCHES,
+)
+CHEAP = [pointwise.ATTENTION, *(record for table in TABLES for record in table)]
+RECORDS = [
+    pytest.param(device, record, id=f"{device}: {record.target}")
+    for device, group in (("metal", patches.ON_METAL), ("cuda", patches.ON_CUDA))
+    for record in group
+    if record in CHEAP and record.check is not pointwise.IS_SILU
+]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The names of the operators of deltatune that served, which grows."""
+    names = []
+
+    @contextmanager
+    def noting():
+        with recomputation.small_cases() as found:
+            yield
+        names.extend(found)
+
+    monkeypatch.setattr(small_cases, "small_cases", noting)
+    return names
+
+
+@pytest.mark.parametrize(("device", "record"), RECORDS)
+def test_ours_runs_in_the_case_of(device, record, served, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    try:
+        importlib.import_module(record.module)
+    except ImportError:
+        pytest.skip(f"{record.module} is not installed")
+    upstream = defined_function(record)
+    if upstream is None or expected_signature(record, upstream) not in ("", signature_text(upstream)):
+        pytest.skip("not of this version")
+    ours = record.replacement(upstream)
+    found = record.check(upstream, ours)
+    assert found is None
+    assert served
+    served.clear()
+    assert record.check(upstream, upstream) is None
+    assert not served
+
+    def off(*given, **options):
+        results = ours(*given, **options)
+        return tuple(1.01 * y for y in results) if isinstance(results, tuple) else 1.01 * results
+
+    assert "differs" in record.check(upstream, off)

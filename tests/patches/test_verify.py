@@ -8,9 +8,10 @@ from mlx_lm.models import qwen3_next
 
 from deltatune.ops.operator.foresight import look_ahead
 from deltatune.options.config import TrainConfig
-from deltatune.patches import patched, verify
+from deltatune.patches import patch_report as verify
+from deltatune.patches import patched
+from deltatune.patches.patch_report import Serving, serving
 from deltatune.patches.tables import experts
-from deltatune.patches.verify import Serving, serving
 from deltatune.train.reports import announce
 from deltatune.train.setup import training
 

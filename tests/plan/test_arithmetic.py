@@ -5,10 +5,10 @@ import dataclasses
 import mlx.core as mx
 import pytest
 
-from deltatune.machine import backend, disk_rate, host_memory
-from deltatune.plan import arithmetic, array_layout, graph
-from deltatune.plan.arithmetic import Products, products
+from deltatune.machine import backend, host_memory
+from deltatune.plan import array_layout, graph, placement
 from deltatune.plan.array_layout import ArrayLayout, LayoutError
+from deltatune.plan.forecast import Products, products, speed
 from deltatune.plan.graph import evaluation_order, read
 from deltatune.plan.placement import Placement, fits_on_host
 
@@ -34,12 +34,12 @@ def test_products_of_every_kind_are_counted():
 def test_the_tokens_that_hide_the_disk(tmp_path, monkeypatch):
     """1,000 bytes a second and 100 operations a second: 4 s of reading, 2 s of computing for 24 tokens."""
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
-    monkeypatch.setattr(disk_rate, "measured", lambda file: 1000.0)
+    monkeypatch.setattr(placement, "disk_rate", lambda file: 1000.0)
     monkeypatch.setattr(host_memory, "free", lambda: 19)
-    monkeypatch.setattr(arithmetic, "speed", lambda shape, dtype: 100.0)
-    placement = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path, Products(200, (1, 1, 1)))
-    assert placement.read == 4000
-    assert str(placement.said()[1]).endswith(
+    monkeypatch.setattr(placement, "speed", lambda shape, dtype: 100.0)
+    placed = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path, Products(200, (1, 1, 1)))
+    assert placed.read == 4000
+    assert str(placed.said()[1]).endswith(
         "4.0 s at the 0.0 MB a second measured now; its matrix products take about 2.0 s, so that the disk is hidden "
         "from about 48 tokens an iteration on."
     )
@@ -48,13 +48,13 @@ def test_the_tokens_that_hide_the_disk(tmp_path, monkeypatch):
 def test_layers_that_fit_the_page_cache_are_read_once(tmp_path, monkeypatch):
     """The system caches files of half of the free memory; a GPU copies such layers from the host's memory."""
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
-    monkeypatch.setattr(disk_rate, "measured", lambda file: 1000.0)
+    monkeypatch.setattr(placement, "disk_rate", lambda file: 1000.0)
     monkeypatch.setattr(host_memory, "free", lambda: 20)
-    placement = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path)
-    assert "so that the disk gives it once, in 3.0 s" in str(placement.said()[1])
-    (said,) = dataclasses.replace(placement, on_host=True).said()
+    placed = Placement(9, 9, (2, 12), (1000,) * 3, 0, (0, 1, 2), tmp_path)
+    assert "so that the disk gives it once, in 3.0 s" in str(placed.said()[1])
+    (said,) = dataclasses.replace(placed, on_host=True).said()
     assert "3 of 3 layers, 0.0 MB, stay in the host's memory, from which the GPU copies" in str(said)
-    kept = dataclasses.replace(placement, on_host=True, inputs=10**9)
+    kept = dataclasses.replace(placed, on_host=True, inputs=10**9)
     assert str(kept.said()[0]).endswith("for each iteration; layer inputs, 1.00 GB, go to the disk.")
     (said,) = dataclasses.replace(kept, inputs_on_host=True).said()
     assert str(said).endswith("; layer inputs, 1.00 GB, go to the host's memory as well.")
@@ -64,7 +64,7 @@ def test_layers_that_fit_the_page_cache_are_read_once(tmp_path, monkeypatch):
 
 
 def test_a_speed_is_measured():
-    assert arithmetic.speed((4, 8, 16), mx.float32, 0.01) > 0
+    assert speed((4, 8, 16), mx.float32, 0.01) > 0
 
 
 def test_the_speed_of_a_product_with_a_vocabulary_is_measured_on_a_part_of_it(monkeypatch):
@@ -77,19 +77,19 @@ def test_the_speed_of_a_product_with_a_vocabulary_is_measured_on_a_part_of_it(mo
 
     monkeypatch.setattr(mx.random, "normal", normal)
     for inner, columns in ((1024, 248_320), (248_320, 1024)):
-        arithmetic.speed((4096, inner, columns), mx.float32, 0.0)
+        speed((4096, inner, columns), mx.float32, 0.0)
     assert drawn == [(1024, 1024), (8192, 1024), (1024, 8192), (1024, 8192)]
 
 
 @pytest.mark.parametrize(("count", "said"), [(3.2, 4), (47.0, 47), (3012.0, 3100), (123_456.0, 130_000)])
 def test_tokens_are_rounded_up_to_two_digits(count, said, tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
-    monkeypatch.setattr(disk_rate, "measured", lambda file: 1.0)
+    monkeypatch.setattr(placement, "disk_rate", lambda file: 1.0)
     monkeypatch.setattr(host_memory, "free", lambda: None)
-    monkeypatch.setattr(arithmetic, "speed", lambda shape, dtype: 1.0)
+    monkeypatch.setattr(placement, "speed", lambda shape, dtype: 1.0)
     monkeypatch.setattr(Placement, "read", property(lambda self: 2 * count))
-    placement = Placement(9, 9, (1, 1), (1, 1), 2, (0, 1), tmp_path, Products(2, (1, 1, 1)))
-    assert f"about {said:,} tokens" in str(placement.said()[1])
+    placed = Placement(9, 9, (1, 1), (1, 1), 2, (0, 1), tmp_path, Products(2, (1, 1, 1)))
+    assert f"about {said:,} tokens" in str(placed.said()[1])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from deltatune.machine import backend
 from deltatune.ops import recomputation
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import LoraConfig, TrainConfig
-from deltatune.patches.tables import activations, delta_layers, pointwise, residual_norms
+from deltatune.patches.tables import delta_layers, pointwise
 from deltatune.plan import fit
 from deltatune.plan.array_layout import ArrayLayout, LayoutError
 from deltatune.plan.checkpoints import SHARE, Order, choose, order_of
@@ -178,8 +178,8 @@ def test_the_counted_peak_stays_within_the_limit_and_one_layer_fewer_would_not(t
 @pytest.mark.parametrize(
     "tables",
     [
-        (*delta_layers.PATCHES, *activations.PATCHES, residual_norms.NORM, pointwise.ATTENTION),
-        (*activations.PATCHES, *pointwise.PATCHES),
+        (*delta_layers.PATCHES, *pointwise.ACTIVATIONS, pointwise.NORM, pointwise.ATTENTION),
+        (*pointwise.ACTIVATIONS, *pointwise.PATCHES),
     ],
     ids=["Apple's", "NVIDIA's"],
 )

@@ -16,7 +16,7 @@ from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape, blank_batch
 from deltatune.train.distributed import World
-from deltatune.train.preferences.loss import full_token_losses
+from deltatune.train.preferences.objectives import full_token_losses
 from deltatune.train.setup import prepare, training
 from deltatune.train.step import Step
 from deltatune.train.updates.optimizer import build_optimizer
@@ -90,7 +90,7 @@ def test_a_token_takes_an_activation_a_layer_and_three(small, monkeypatch):
 
 @pytest.mark.usefixtures("waiting_queue")
 def test_the_peak_of_preferences_is_that_of_a_supervised_step(small, monkeypatch):
-    """ORPO reads the most of its answers; benchmarks/preference_memory.py plans all losses of a real size."""
+    """ORPO reads the most of its answers."""
     model, layout, pairs = small(vocab_size=VOCABULARY), ArrayLayout.measured(), ROWS // 2
 
     def planned(loss, preferences):

@@ -16,7 +16,7 @@ from deltatune.ops.gated_delta import chunk
 from deltatune.ops.recomputation import Checkpoints
 from deltatune.options.config import TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
-from deltatune.plan.few_layers import few_layers
+from deltatune.plan.few_layers import ModelLayers
 from deltatune.plan.forecast import forecast_step
 from deltatune.plan.traced_step import BatchShape
 from deltatune.train.setup import prepare
@@ -43,7 +43,7 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
     family, options, checkpoints = RUNS[name]
     model, config = tiny_model(family, **SIZES), TrainConfig(**{"num_layers": -1} | options)
     prepare(model, config)
-    few, layout, paths = few_layers(model, checkpoints), ArrayLayout.measured(), list(map(id, model.layers))
+    few, layout, paths = ModelLayers(model).few(checkpoints), ArrayLayout.measured(), list(map(id, model.layers))
     assert len(few.chosen) <= 8
     every = few.every._replace(shortened=False)
     active = mx.get_active_memory()
@@ -64,15 +64,18 @@ def test_a_step_of_all_layers_is_computed_from_a_few(tiny_model, name):
 def test_the_chosen_layers_are_called_as_among_all(tiny_model, family, chosen):
     """OLMo finds its masks by positions, Gemma's alternate, and Kimi-K3 counts its layers by its options."""
     model = tiny_model(family, num_hidden_layers=LAYERS)
-    assert few_layers(model, Checkpoints()).chosen == [*chosen]
+    assert ModelLayers(model).few(Checkpoints()).chosen == [*chosen]
 
 
-@pytest.mark.parametrize(("family", "recomputed"), [("qwen3_5", True), ("qwen3_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("family", "recomputed"),
+    [("qwen3_5", True), pytest.param("qwen3_vl", False, marks=pytest.mark.weekly), ("qwen3_vl", True)],
+)
 def test_a_step_with_images_is_computed_from_a_few(tiny_vision_model, family, recomputed):
     """Qwen3-VL's images enter its first layers, too; the tower alone needs the most where layers are recomputed."""
     model, config = tiny_vision_model(family, num_hidden_layers=LAYERS), TrainConfig(grad_checkpoint=recomputed)
     prepare(model, config)
-    few, layout = few_layers(model, EVERY if recomputed else Checkpoints()), ArrayLayout.measured()
+    few, layout = ModelLayers(model).few(EVERY if recomputed else Checkpoints()), ArrayLayout.measured()
     assert len(few.chosen) <= 8
     shape = BatchShape(1, 192, ImageShapes(3, 640))
     whole, planned = (
@@ -94,7 +97,9 @@ LONG = {
 
 
 @pytest.mark.usefixtures("waiting_queue")
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.weekly) if name == "kept" else name for name in LONG]
+)
 def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkeypatch, name):
     """Small blocks, chunks and pieces, of which a row of 512 tokens has as many as real sizes have of a long one.
 
@@ -113,7 +118,10 @@ def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkey
         model.set_dtype(mx.bfloat16)
     config = TrainConfig(num_layers=-1, **options)
     prepare(model, config)
-    few, layout = few_layers(model, Checkpoints(range(2) if config.grad_checkpoint else ())), ArrayLayout.measured()
+    few, layout = (
+        ModelLayers(model).few(Checkpoints(range(2) if config.grad_checkpoint else ())),
+        ArrayLayout.measured(),
+    )
     shape = BatchShape(1 + (config.loss == "orpo"), 512, preferences=int(config.loss == "orpo"))
     whole, planned = (
         forecast_step(model, config, shape, layout, few._replace(shortened=shortened)) for shortened in (False, True)

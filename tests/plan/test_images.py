@@ -17,9 +17,8 @@ from deltatune.data.vision.media import largest_batch
 from deltatune.machine import backend
 from deltatune.machine.compiling import without_kernels
 from deltatune.models.load import load
-from deltatune.models.vision.frozen_tower import FrozenTower
 from deltatune.models.vision.inputs import ImageShapes, blank_vision_batch
-from deltatune.models.vision.split import vision_spec
+from deltatune.models.vision.split import FrozenTower, vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan import fit

@@ -11,16 +11,16 @@ from deltatune.data.example import Example
 from deltatune.data.vision.media import Pictures
 from deltatune.lora import convert_to_lora
 from deltatune.models.batch_decoder import BatchDecoder
-from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.models.generate import SampledPolicy
 from deltatune.models.vision.inputs import token_positions
 from deltatune.models.vision.split import vision_spec
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.plan.array_layout import ArrayLayout
+from deltatune.plan.fit import with_sampling
 from deltatune.plan.forecast import Forecast, Moment, forecast_step
-from deltatune.plan.sampled_answers import with_sampling
 from deltatune.plan.traced_step import BatchShape
-from deltatune.train.rollouts.picture_sampler import PictureSampler
+from deltatune.train.rollouts.answer_sampler import PictureSampler
 
 ROWS, LENGTH = 128, 1024
 

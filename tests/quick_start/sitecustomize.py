@@ -1,7 +1,8 @@
 """Makes the programs that tests start take less processor time, and do the same.
 
 Python imports this module when it starts, from PYTHONPATH (tests/conftest.py). The structure of transformers' 1,640
-model files is cached in a file, and mlx.launch waits for its programs' output where it would poll their input.
+model files is cached in a file, mlx.launch waits for its programs' output where it would poll their input, and files
+are not brought to the disk.
 """
 
 import marshal
@@ -11,6 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from select import select
 from types import ModuleType
 
+os.fsync = lambda descriptor: None
 # pytest keeps its own cache there.
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", ".pytest_cache", "names_in_transformers")
 

@@ -86,7 +86,11 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("names", groups(), ids=" ".join)
+QUICK = (groups()[0][0], "qwen3.5-35b-a3b", "qwen3.5-4b-images")
+GROUPS = [pytest.param(names, marks=[pytest.mark.weekly] * (names[0] not in QUICK)) for names in groups()]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
 def test_a_recipe_trains_a_tiny_model_of_its_family(
     names, data, tiny_checkpoint, tiny_vision_checkpoint, tmp_path, monkeypatch
 ):

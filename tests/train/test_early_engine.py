@@ -55,28 +55,8 @@ def test_a_run_that_is_stopped_forgets_the_iteration_that_it_had_started(
     assert iteration in early_starts
 
 
-def test_an_error_in_the_next_iteration_loses_nothing_of_this_one(
-    make_trainer, early_starts, loses_nothing, monkeypatch, straight_run
-):
-    given = {**ONLY, "grad_accumulation_steps": 1}
-    trainer = make_trainer(**given)
-    plain = EarlyEngine._start_next
-
-    def out_of_memory(*_):
-        raise RuntimeError("[malloc] Unable to allocate 5 bytes.")
-
-    def start_next(self, after_update):
-        if trainer.progress.iteration == 3:
-            monkeypatch.setattr(self.step, "micro_batch", out_of_memory)
-        plain(self, after_update)
-
-    change = (EarlyEngine, "_start_next", start_next)
-    said = "Unable to allocate.*The state after iteration 4 is saved in"
-    loses_nothing(trainer, straight_run(**given), change, RuntimeError, said, **given)
-
-
 def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, request, loses_nothing, straight_run):
-    """As where a batch of another shape comes, and its step is compiled anew."""
+    """As where a batch of another shape comes. The error is raised when the iteration before is complete."""
     straight = straight_run(**ONLY)
     request.getfixturevalue("early_starts")
     trainer, plain = make_trainer(**ONLY), Engine.computed
@@ -92,7 +72,8 @@ def test_an_error_while_a_step_is_compiled_loses_nothing(make_trainer, request, 
         return plain(self, batch, accumulated, iteration)
 
     change = (Engine, "computed", launched)
-    loses_nothing(trainer, straight, change, RuntimeError, "Unable to allocate.* is saved in", **ONLY)
+    said = "Unable to allocate.*The state after iteration 4 is saved in"
+    loses_nothing(trainer, straight, change, RuntimeError, said, **ONLY)
 
 
 def test_an_error_of_the_data_loses_nothing(make_trainer, request, loses_nothing, straight_run):

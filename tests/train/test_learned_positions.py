@@ -10,7 +10,7 @@ from mlx_lm.models import gpt2
 from conftest import write_checkpoint
 from console import called
 from deltatune.errors import UserError
-from deltatune.train.learned_positions import check_positions, learned_positions, unscaled_positions
+from deltatune.train.options_check import check_positions, learned_positions, unscaled_positions
 from families import OTHERS, PLAIN
 
 CONFIG = OTHERS["gpt2"] | {"model_type": "gpt2", "vocab_size": 320}

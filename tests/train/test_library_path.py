@@ -60,7 +60,6 @@ RUNS = {
         "keep": 1,
         "early_stopping": 3,
         "sample_prompts": ["Who has 3 cups?"],
-        "steps_per_sample": 2,
         "sample_max_tokens": 3,
         "clear_cache_threshold": 1000,
         "train": True,
@@ -76,7 +75,6 @@ RUNS = {
         "learning_rate": 1e-2,
     },
     "rows that are held out": {"val_split": 0.5, "batch_size": 1},
-    "a stream": {"streaming": True, "shuffle_buffer": 4},
     "pairs": {"loss": "dpo", "loss_variant": "robust", "beta": 0.3, "label_smoothing": 0.1, "test": True},
     "a margin": {"loss": "simpo", "gamma": 1.0},
     "all weights": {
@@ -84,7 +82,6 @@ RUNS = {
         "num_layers": 1,
         "optimizer": "adamw",
         "optimizer_config": {"adamw": {"weight_decay": 0.5}},
-        "decay_norm_and_bias": True,
     },
     "from scratch": {"from_scratch": True, "seed": 5},
     "columns": {
@@ -94,7 +91,12 @@ RUNS = {
     },
     "texts": {"rows": [{"t": f"{n} cups of tea"} for n in range(8)], "text_feature": "t"},
     "messages": {"rows": [{"c": row["messages"]} for row in CHATS], "chat_feature": "c"},
-    "new tokens": {"rows": [{"text": f"a {TOKENS[0]} {n}"} for n in range(8)], "resize_embeddings": True},
+    "new tokens in a stream": {
+        "rows": [{"text": f"a {TOKENS[0]} {n}"} for n in range(8)],
+        "resize_embeddings": True,
+        "streaming": True,
+        "shuffle_buffer": 4,
+    },
     "images": {
         "min_pixels": 32 * 32,
         "max_pixels": 48 * 48,
@@ -124,7 +126,7 @@ def base(tmp_path, tiny_vision_checkpoint):
         data = tmp_path / "data"
         data.mkdir(exist_ok=True)
         model = MODEL
-        if name == "new tokens":
+        if name.startswith("new tokens"):
             model = tmp_path / "model"
             if not model.exists():
                 with_new_tokens(MODEL, model)
@@ -200,7 +202,7 @@ def test_every_option_is_tried():
 
 
 # A run of each of these takes another way through Trainer; the others differ in how their data are read.
-OFTEN = ("adapters", "dora in packed rows", "a stream", "pairs", "all weights", "from scratch", "new tokens", "images")
+OFTEN = ("adapters", "dora in packed rows", "pairs", "all weights", "from scratch", "new tokens in a stream", "images")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_examples_of_other_options_are_refused(base, tmp_path, loaded_with, chan
 
 @pytest.mark.bad_input("`Trainer` with resize_embeddings and a model without rows for new tokens")
 def test_rows_for_new_tokens_are_asked_for(base, tmp_path):
-    config = TrainConfig(**base("new tokens", rows=ROWS, adapter_path=str(tmp_path / "out")))
+    config = TrainConfig(**base("new tokens in a stream", rows=ROWS, adapter_path=str(tmp_path / "out")))
     loaded, splits = prepared(config)
     with pytest.raises(UserError, match="resize_embeddings: tokens were added to the tokenizer"):
         Trainer(loaded.model, loaded.tokenizer, config, splits)
@@ -345,7 +347,7 @@ class Logger:
 
 def test_loggers_get_what_the_command_gives_them(base, tmp_path, monkeypatch):
     monkeypatch.setitem(log.SERVICES, "wandb", Logger)
-    options = base("", report_to="wandb", project_name="tea", sample_prompts=["Who has 3 cups?"], steps_per_sample=1)
+    options = base("", report_to="wandb", project_name="tea", sample_prompts=["Who has 3 cups?"], steps_per_eval=1)
     sent = {}
     for way, start in (("command", finetune), ("python", lambda config: in_python(config).run())):
         sent[way] = []

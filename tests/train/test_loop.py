@@ -70,13 +70,13 @@ def test_a_signal_saves_and_the_resumed_run_gives_the_same_bits(
     assert resumed.best_val_loss == min(record["val_loss"] for record in read_metrics(straight) if "val_loss" in record)
 
 
-def test_resuming_with_other_options_or_data_names_them(make_trainer, splits):
-    make_trainer(iters=2).run()
+def test_resuming_with_other_options_or_data_names_them(make_trainer, begun, splits):
+    begun()
     with pytest.raises(UserError, match=r"grad_clip: was 1\.0, now 2\.0"):
-        make_trainer(iters=4, resume=True, grad_clip=2.0).run()
+        make_trainer(resume=True, grad_clip=2.0).run()
     fewer = dataclasses.replace(splits, train=splits.train[:-1])
     with pytest.raises(UserError, match=r"examples was 44 .* is 43 now"):
-        make_trainer(splits=fewer, iters=4, resume=True).run()
+        make_trainer(splits=fewer, resume=True).run()
 
 
 def test_resume_without_a_state_starts_and_says_so(make_trainer, screen_text, tmp_path):
@@ -95,9 +95,8 @@ def test_resume_without_a_state_starts_and_says_so(make_trainer, screen_text, tm
     ) in said
 
 
-def test_a_run_with_nothing_left_says_so(make_trainer, screen_text, tmp_path):
-    make_trainer(iters=3).run()
-    before = adapters(tmp_path / "out")
+def test_a_run_with_nothing_left_says_so(make_trainer, begun, screen_text, tmp_path):
+    before = adapters(begun())
     make_trainer(iters=2, resume=True).run()
     said = "has done 3 iterations, and --iters is 2. To train further, give --iters a larger number.\n"
     assert f"Nothing is left to train: the run in {tmp_path / 'out'} {said}" in screen_text.text()
@@ -195,12 +194,12 @@ def test_an_evaluation_that_fails_inside_a_window_names_the_update_before_it(mak
     loses_nothing(trainer, straight, (Evaluation, "__call__", not_finite), UserError, said, **options)
 
 
-def test_an_error_right_after_resuming_inside_a_window(make_trainer, loses_nothing, straight_run):
+def test_an_error_right_after_resuming_inside_a_window(make_trainer, begun, loses_nothing, straight_run):
     def out_of_memory(*_):
         raise RuntimeError("no memory")
 
     straight = straight_run(**ONLY)
-    make_trainer(iters=3, **ONLY).run()
+    begun()
     change, said = (Step, "micro_batch", out_of_memory), "no memory.*The state after iteration 3 is saved in"
     loses_nothing(make_trainer(resume=True, **ONLY), straight, change, RuntimeError, said, **ONLY)
 

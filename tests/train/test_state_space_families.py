@@ -26,7 +26,9 @@ assert "deltatune" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.weekly) for family in FAMILIES[1:])]
+)
 def test_mlx_lm_alone_loads_the_adapter(family, tmp_path):
     base, adapter, data = recorded_save(family, tmp_path / "base"), tmp_path / "adapter", tmp_path / "train.jsonl"
     write_tokenizer(base, 320)

@@ -1,4 +1,4 @@
-"""Tests the training step: accumulation, compilation, dropout, replaced parameters and packed documents."""
+"""Tests the training step: accumulation, compilation, dropout and replaced parameters."""
 
 import dataclasses
 import io
@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten, tree_map
 
 from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
-from deltatune.patches import patched
 from deltatune.train.batch_loss import Arrays, full_loss, mean_loss_and_gradients
 from deltatune.train.distributed import World
 from deltatune.train.launcher import Launcher
@@ -160,32 +159,6 @@ def test_the_model_keeps_its_own_arrays_after_a_gradient():
     arrays = Arrays(mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights))
     mean_loss_and_gradients(made, full_loss(made), arrays)
     assert {name: id(leaf) for name, leaf in tree_flatten(made.parameters())} == held
-
-
-def test_packed_documents_get_the_gradients_they_get_alone(tiny_model):
-    """Two documents in one row must give the gradients of two rows, through recurrence, convolution and attention."""
-    made = tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2)
-    made.train()
-    draw = np.random.default_rng(0)
-    first, second = draw.integers(3, 300, 9).astype(np.int32), draw.integers(3, 300, 14).astype(np.int32)
-    rows = np.zeros((2, 13), np.int32), np.zeros((2, 13), np.int32), np.zeros((2, 13), np.float32)
-    for row, tokens in enumerate((first, second)):
-        size = len(tokens) - 1
-        for target, value in zip(rows, (tokens[:-1], tokens[1:], 1), strict=True):
-            target[row, :size] = value
-    alone = Arrays(*map(mx.array, rows))
-    packed = Arrays(
-        mx.array(np.concatenate([first[:-1], second[:-1]])[None]),
-        mx.array(np.concatenate([first[1:], second[1:]])[None]),
-        mx.ones((1, 21)),
-        mx.array([[0] * 8 + [1] * 13], mx.int32),
-    )
-    with patched(made):
-        results = [mean_loss_and_gradients(made, full_loss(made), each) for each in (alone, packed)]
-    assert results[0][0].item() == pytest.approx(results[1][0].item(), rel=1e-5)
-    expected, got = (dict(tree_flatten(gradients)) for _, _, gradients in results)
-    for name, value in expected.items():
-        assert mx.abs(got[name] - value).max() <= 2e-5 * mx.abs(value).max() + 1e-7, name
 
 
 @pytest.mark.parametrize("kinds", [(np.int32, np.int32, np.float32), (np.int64, np.int32, np.float32)], ids=str)

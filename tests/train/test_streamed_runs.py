@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from deltatune.data import datasets
 from deltatune.data.datasets import load_datasets
 from deltatune.errors import UserError
 from deltatune.models.load import load
@@ -14,12 +15,13 @@ from deltatune.train.setup import ready
 from killed_runs import adapters, result
 
 # 44 rows of training data are windows of 12, 12, 12 and 8, so 8 iterations of 4 rows end in the third one.
-STREAMED = {"streaming": True, "shuffle_buffer": 10}
+STREAMED = {"streaming": True}
 
 
 @pytest.fixture
-def streamed(options, checkpoint, make_trainer):
+def streamed(options, checkpoint, make_trainer, monkeypatch):
     """streamed(**changes) returns the Trainer of a streamed run."""
+    monkeypatch.setattr(datasets, "SHUFFLED_ROWS", 10)
 
     def make(**changes):
         values = options | STREAMED | changes

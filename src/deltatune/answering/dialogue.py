@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from ..data.chats.answer_parser import AnswerParser
+from ..data.chats.answers import AnswerParser
 from ..data.prompts import Question, conversation_tokens
 from ..errors import UserError
 from ..models.generate import Sampling

@@ -20,14 +20,12 @@ from ..errors import UserError, reason
 from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import folder_of, load, put_adapter
-from ..models.drafts import draft_speeds
-from ..models.generate import Sampling
+from ..models.checkpoint_files import is_trained_checkpoint
+from ..models.generate import Sampling, draft_speeds
 from ..models.head import Likelihood, Split, scored, split_head
 from ..models.load import Loaded, refuse_unserved
-from ..models.trained_checkpoint import is_trained_checkpoint
-from ..options.chat_template import parsed_options
 from ..options.generation import AnswerOptions
-from ..options.values import short
+from ..options.values import parsed_options, short
 from ..patches import INFERENCE, patched
 from ..patches.whole_rows import whole_rows
 from ..train.by_layer.layer_calls import LayerCalls, passed_on

@@ -94,12 +94,11 @@ def export_adapter(
 
 
 def _exported(arguments: argparse.Namespace) -> list[str]:
-    from ..export import hub
-    from ..export.model_card import CARD, write_card
+    from ..export.model_card import CARD, check_repository, push_to_hub, write_card
 
     _check(arguments)
     if arguments.push_to_hub:
-        hub.check_name(arguments.push_to_hub)
+        check_repository(arguments.push_to_hub)
     path = Path(arguments.save_path)
     base = arguments.base_model or arguments.model
     lines, notes = _EXPORTS[arguments.to](arguments)
@@ -108,7 +107,7 @@ def _exported(arguments: argparse.Namespace) -> list[str]:
         lines.append(f"The model card is {card}: read it before you publish it.")
     lines += notes
     if arguments.push_to_hub:
-        lines.append(f"Uploaded to {hub.push(path, arguments.push_to_hub)}, with {CARD}.")
+        lines.append(f"Uploaded to {push_to_hub(path, arguments.push_to_hub)}, with {CARD}.")
     return lines
 
 
@@ -139,7 +138,7 @@ def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..lora.adapter_files import head_notes, template_options, write_mlx
-    from ..options.chat_template import written_options
+    from ..options.values import written_options
 
     path = write_mlx(arguments.adapter_path, arguments.save_path)
     options = template_options(path)
@@ -151,8 +150,7 @@ def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _merged(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    from ..models.checkpoint_writer import end_tokens, write_ends
-    from ..models.merged_checkpoint import merge_checkpoint
+    from ..models.checkpoint_writer import end_tokens, merge_checkpoint, write_ends
 
     ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
     before = None if arguments.data is None else _loss(arguments, arguments.model, arguments.adapter_path)

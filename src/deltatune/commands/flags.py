@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 from ..errors import UserError
 from ..machine import ranks
 from ..machine.wrapping import say
-from ..options.chat_template import parsed_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import Range, build, check_values, checked, fields_of
+from ..options.values import Range, build, check_values, checked, fields_of, parsed_options
 
 
 @contextlib.contextmanager
@@ -68,8 +67,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flags_here = [string for action in self._actions for string in action.option_strings]
-        if message.startswith("the following arguments are required"):
-            # The flag that is missing may be there, misspelt.
+        if re.match("the following arguments are required|argument (?!COMMAND|-).*invalid choice", message):
+            # The flag that is missing, or whose value stands for an argument without one, may be there, misspelt.
             words = itertools.takewhile(lambda word: word != "--", self._words)
             flags = [word for word in words if word.startswith("--")]
             wrong = [flag for flag in flags if flag.split("=")[0] not in flags_here]
@@ -80,11 +79,13 @@ class Parser(argparse.ArgumentParser):
             message = ", ".join(f"unknown option {flag}{nearest(flag.split('=')[0], flags_here)}" for flag in flags)
         value = re.match(r"unrecognized arguments: ([^-\s]\S*)", message)
         if value and value[1] in self._words[1:]:
-            flag = self._words[self._words.index(value[1]) - 1]
+            place = max(number for number, word in enumerate(self._words) if word == value[1])
+            flag = next((word for word in self._words[place - 1 :: -1] if word in flags_here), "")
             opposite = f", or give --no-{flag[2:]}" if f"--no-{flag[2:]}" in flags_here else ""
-            message = (
-                f"{flag} takes no value, got {value[1]!r}; leave it out{opposite}" if flag in flags_here else message
-            )
+            if flag == self._words[place - 1]:
+                message = f"{flag} takes no value, got {value[1]!r}; leave it out{opposite}"
+            elif flag:
+                message = f"{flag} takes one value, and {value[1]!r} is a second one; quote a value that has blanks"
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             known = [word.strip(" '") for word in command[2].split(",")]

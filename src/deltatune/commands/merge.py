@@ -23,8 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merge the adapter that the arguments name and return exit code 0."""
     startup.leave_torch_out()
-    from ..models.checkpoint_writer import end_tokens, write_ends
-    from ..models.merged_checkpoint import merge_checkpoint
+    from ..models.checkpoint_writer import end_tokens, merge_checkpoint, write_ends
 
     ends = end_tokens(arguments.model, arguments.extra_eos_token) if arguments.extra_eos_token else []
     done = merge_checkpoint(arguments.model, arguments.adapter_path, arguments.save_path, arguments.dequantize)

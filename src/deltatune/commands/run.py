@@ -75,7 +75,7 @@ def run_program(argv: list[str], *, verbose: bool = False, force: bool = False) 
 
 def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
     """Run a program with the patches applied, report how often they served it, and return its exit code."""
-    from ..patches import TRAINING, patched, recurrence, refuse, whole_rows
+    from ..patches import TRAINING, patched, refuse, whole_rows
 
     left_alone: list[str] = []
 
@@ -85,7 +85,6 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
         left_alone.extend(left.patch.target for left in patches.left_alone if TRAINING in left.patch.needed_for)
         _report_patches(patches, verbose)
 
-    recurrence.reset()
     whole_rows.reset()
     code: int | None = None
     with patched(announce=report) as applied:

@@ -20,8 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """List the runs, write their report if one is asked for, and return exit code 0."""
     startup.leave_torch_out()
-    from ..train.reports.report import shown
-    from ..train.reports.runs import COLUMNS, find, write_comparison
+    from ..train.reports.report import COLUMNS, find, shown, write_comparison
 
     runs = find(arguments.folders)
     rows = [COLUMNS, *(tuple(map(shown, run.row())) for run in runs)]

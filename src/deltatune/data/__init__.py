@@ -1,8 +1,7 @@
 """Turns JSONL files and Hugging Face data sets into tokenised examples, and examples into batches of few shapes."""
 
-from .batches.batch import Batch, bucket_widths, collate
+from .batches.batch import Batch, bucket_widths, collate, pack
 from .batches.order import BatchOrder
-from .batches.packing import pack
 from .batches.show import show_batch
 from .datasets import load_datasets
 from .example import Example, Splits

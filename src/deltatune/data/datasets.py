@@ -5,31 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, reason
 from ..machine.environment import expanded
-from ..options.chat_template import THINKING, written_options
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
-from ..options.config import TrainConfig
-from ..options.data_in_memory import DataInMemory
-from ..options.values import unknown_names
-from .batches.packing import pack, row_capacity
+from ..options.config import DataInMemory, TrainConfig
+from ..options.values import THINKING, agreeing, nearest, refuse_address, unknown_names, written_options
+from .batches.batch import pack, row_capacity
 from .batches.stream_order import ExampleStream, StreamedSplits
-from .chats import answer_ends
-from .chats.rendering import Renderer
-from .chats.unwritten import UnwrittenParts, note
+from .chats.answers import note_on_ends
 from .example import Example, Splits
 from .preferences.preference import Preference, completed
 from .preferences.preference_rows import CHOSEN, LABEL, messages_of
-from .prompt_rows import PromptExample, messages_to_answer, prompt_example
+from .prompts import PromptExample, PromptWriter, messages_to_answer, prompt_example
 from .reader import LAST_TURN, Reader, media_placer
-from .rows.hub_lookup import hub_lookup
 from .rows.row_formats import ALPACA, CAPTION, CHAT, COMPLETION, SHAREGPT, TEXT, Features, RowFormats
 from .rows.sources import (
     DataTable,
@@ -47,6 +46,10 @@ from .vision.messages import VIDEO, media_kind
 
 # More rows than any stream has.
 _MOST_ROWS = sys.maxsize
+#: The rows of a stream that are read, shuffled and packed at a time.
+SHUFFLED_ROWS = 1000
+# Seconds to wait for the first answer of the Hugging Face hub.
+_PATIENCE = 10.0
 # The share of training rows to validate on where nothing else is, and the fewest rows of which some are taken.
 _VAL_SPLIT = 0.1
 _LEAST_ROWS = 20
@@ -69,13 +72,13 @@ def first_image(config: TrainConfig) -> str | None:
         for table, features in parts:
             formats = RowFormats(features)
             for source, row in table.candidates():
-                messages: Any
+                messages: Any = []
                 if config.has_preferences:
                     messages = messages_of(row)
-                elif config.loss == "grpo":
-                    messages = (messages_to_answer(row, source, features) or ([],))[0]
-                else:
+                elif config.loss != "grpo":
                     messages = formats.messages(row, source) or []
+                elif asked := messages_to_answer(row, source, features):
+                    messages = asked[0]
                 if kind := media_kind(row, messages):
                     return f"{source}, in a video" if kind == VIDEO else source
     return None
@@ -149,11 +152,10 @@ def _prompts(
     """Read the prompts of a split."""
     room = config.max_seq_length - config.max_completion_length
     read: list[PromptExample] = []
-    renderer = Renderer(tokenizer, config.chat_template_config)
     for table, features in parts:
-        lost = UnwrittenParts(tokenizer)
-        read += [prompt_example(row, source, features, renderer, config, lost, placer) for source, row in table.rows()]
-        notes += [f"{table.name}: {note(*counted)}" for counted in lost.counts.items()]
+        writer = PromptWriter(tokenizer, config.chat_template_config)
+        read += [prompt_example(row, source, features, writer, config, placer) for source, row in table.rows()]
+        notes += writer.notes(table.name)
     prompts = [prompt for prompt in read if len(prompt.tokens) <= room]
     if left_out := len(read) - len(prompts):
         longest = max(read, key=lambda prompt: len(prompt.tokens))
@@ -164,7 +166,7 @@ def _prompts(
         )
         if config.overlong != "skip":
             raise UserError(f"{message}; raise max_seq_length, or leave such prompts out with --overlong skip.")
-        notes.append(f"{message}: {left_out:,} of {len(read):,} prompts were left out.")
+        notes.append(f"{message}: {left_out:,} of {len(read):,} prompts {agreeing(left_out, 'were')} left out.")
     return prompts
 
 
@@ -187,7 +189,7 @@ def _load_streamed(config: TrainConfig, tokenizer: Any) -> StreamedSplits | Spli
     if not tables["train"]:
         _check(config, splits | {"train": []}, tables, reader.notes)
     source, features = tables["train"][0]
-    size = -(-config.shuffle_buffer // config.batch_size) * config.batch_size
+    size = -(-SHUFFLED_ROWS // config.batch_size) * config.batch_size
     first = ExampleStream(source, partial(_read_rows, reader, features=features), size).window(None)
 
     def encode(rows: list[tuple[str, Any]], name: str) -> list[Any]:
@@ -210,23 +212,23 @@ def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
     """
     options = config.chat_template_config
     thinking = (options or {}).get(THINKING, tokenizer.has_thinking)
-    notes = answer_ends.note(tokenizer) if reader.prompts else []
+    notes = note_on_ends(tokenizer) if reader.prompts else []
     if others := reader.prompts[not thinking]:
         flag = written_options({THINKING: not thinking})
         as_asked, as_learnt = (json.dumps(value) for value in (thinking, not thinking))
         if reader.prompts[thinking] or THINKING in (options or {}):
-            notes = [
-                f"{others:,} of {reader.prompts.total():,} answers follow the prompt with {THINKING} {as_learnt}; "
-                f"samples and `deltatune generate` ask with {as_asked}. {flag} asks as those answers were learnt.",
-                *notes,
-            ]
+            asked = (
+                f"{others:,} of {reader.prompts.total():,} answers {agreeing(others, 'follow')} the prompt with "
+                f"{THINKING} {as_learnt}; samples and `deltatune generate` ask with {as_asked}. {flag} asks as those "
+                "answers were learnt."
+            )
         else:
             options = {**(options or {}), THINKING: not thinking}
-            notes = [
+            asked = (
                 f"The answers follow the prompt with {THINKING} {as_learnt}, so samples and `deltatune generate` ask "
-                f"with it, as {flag} does elsewhere.",
-                *notes,
-            ]
+                f"with it, as {flag} does elsewhere."
+            )
+        notes = [asked, *notes]
     if config.train:
         reader.notes += notes
     return {"rule": _rule(reader.kinds, config), "notes": reader.notes, "template_options": options}
@@ -258,13 +260,8 @@ def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
         tables: dict[str, Any] = {name: in_memory(label, rows) for name, (label, rows) in config.data.splits.items()}
     else:
         tables = _stored(config, config.data, needed, open_dataset)
-    features = _features(vars(config))
+    features = Features.of(vars(config))
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
-
-
-def _features(values: dict[str, Any]) -> Features:
-    named = {key.removesuffix("_feature"): value for key, value in values.items() if key.endswith("_feature")}
-    return Features(**{key: value for key, value in named.items() if value is not None})
 
 
 def _stored(
@@ -274,6 +271,7 @@ def _stored(
 
     A file holds the training data, or the data of a command that needs no other split.
     """
+    refuse_address(data, data)
     folder = expanded(data)
     if folder.is_file():
         if "train" in needed and "test" in needed:
@@ -281,18 +279,60 @@ def _stored(
         return {needed[0]: _file_table(folder, data, open_dataset, streaming=config.streaming)}
     files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
     if files:
-        return {
-            name: _file_table(file, data, open_dataset, streaming=config.streaming)
-            for name, file in files.items()
-            if name in needed
-        }
+        opened = partial(_file_table, name=data, open_dataset=open_dataset, streaming=config.streaming)
+        return {name: opened(file) for name, file in files.items() if name in needed}
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
         slashes = " A path has / here, not \\." if "\\" in data else ""
-        raise UserError(f"{data}: no such folder; expected one with train.jsonl, or a Hugging Face data set.{slashes}")
+        raise UserError(f"{data}: no such file or folder, and no name of a Hugging Face data set.{slashes}")
     with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
         return open_dataset(data)
+
+
+@contextlib.contextmanager
+def hub_lookup(name: str) -> Iterator[None]:
+    """Open the data set `name` inside the `with` block: from the hub if it answers, else from its cache alone.
+
+    The datasets library by itself tries an unreachable hub for half a minute, as often as for a mistyped folder.
+    """
+    import datasets
+
+    offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = offline or not _answers(name)
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+
+
+@cache
+def _answers(name: str) -> bool:
+    """Say that the hub is asked for `name`, once a process, and return whether it answers."""
+    import datasets
+
+    folders: list[str] = []
+    # A current folder that may not be listed has no name to offer.
+    with contextlib.suppress(OSError):
+        folders = [entry.name for entry in Path().iterdir() if entry.is_dir()]
+    sys.stderr.write(
+        f"--data {name}: there is no such folder here{nearest(name, folders)}; asking the Hugging Face hub for a data "
+        "set of this name.\n"
+    )
+    url = f"{datasets.config.HF_ENDPOINT}/api/datasets/{quote(name)}"
+    try:
+        urlopen(Request(url, method="HEAD"), timeout=_PATIENCE).close()
+    except HTTPError:
+        # The hub does not know the name, or does not show it to everybody; the datasets library finds out which.
+        return True
+    except OSError as error:
+        if isinstance(error, URLError) and isinstance(error.reason, SSLError):
+            return True  # Python may lack certificates that the library has.
+        sys.stderr.write(
+            f"The hub cannot be reached ({reason(error)}), so only its cache on this machine is searched.\n"
+        )
+        return False
+    return True
 
 
 def _file_table(file: Path, name: str, open_dataset: Callable[..., dict[str, Any]], *, streaming: bool) -> Any:
@@ -340,7 +380,7 @@ def _hf_tables(
             split = entry.get(f"{name}_split", splits.get(name))
             if split is None:
                 raise UserError(f"{where}: {name}_split is needed to {name}; give the name of a split of {path}.")
-            features = _features(vars(config) | entry)
+            features = Features.of(vars(config) | entry)
             tables[name] += [(table, features) for table in open_dataset(path, split, options).values()]
     return tables
 
@@ -370,8 +410,8 @@ def _hold_out(
     splits["train"] = [example for row, example in examples if row not in held_out]
     splits["valid"] = [example for row, example in examples if row in held_out]
     notes.append(
-        f"Validation: {count:,} of {len(rows):,} training rows, drawn by the seed, are held out, since the data "
-        "have no validation set; --val-split 0 trains on all."
+        f"Validation: {count:,} of {len(rows):,} training rows, drawn by the seed, {agreeing(count, 'are')} held out, "
+        "since the data have no validation set; --val-split 0 trains on all."
     )
 
 
@@ -379,9 +419,7 @@ def _check(
     config: TrainConfig, splits: dict[str, list[Example | Preference]], tables: dict[str, list[Part]], notes: list[str]
 ) -> None:
     """Refuse splits without examples and training data without a full batch; note a missing validation set."""
-    for name, examples in splits.items():
-        if examples:
-            continue
+    for name in (name for name, examples in splits.items() if not examples):
         names = ", ".join(table.name for table, _ in tables[name])
         if name == "valid":
             why = f"{names}: no example left to validate on" if names else "No validation set"
@@ -391,7 +429,8 @@ def _check(
         else:
             folder = Path(config.data or "")
             where = folder / f"{name}.jsonl" if folder.is_dir() else f"{config.data}, {name} split"
-            raise UserError(f"{where}: no such data; it is needed to {name}.")
+            file = "" if config.train else "; --data may also name the file to test on"
+            raise UserError(f"{where}: no such data; it is needed to {name}{file}.")
     # The rows that are left of a window after its full batches make one that is completed with blank rows.
     if "train" not in splits or config.streaming:
         return
@@ -400,15 +439,15 @@ def _check(
     if config.packs_data:
         rows = len(pack([example.positions for example in examples], row_capacity(config)))
         if rows < config.batch_size:
-            packed = "1 packed row" if rows == 1 else f"{rows:,} packed rows"
             notes.append(
-                f"Training data: {packed} of {row_capacity(config):,} positions, fewer than batch_size "
-                f"{config.batch_size}, so blank rows complete every batch; a batch_size of {rows} takes less memory."
+                f"Training data: {rows:,} packed {agreeing(rows, 'rows')} of {row_capacity(config):,} positions, fewer "
+                f"than batch_size {config.batch_size}, so blank rows complete every batch; a batch_size of {rows} "
+                "takes less memory."
             )
     elif rows < config.batch_size:
         raise UserError(
-            f"training data: {rows} example(s), fewer than batch_size {config.batch_size} (rows over all workers); "
-            f"give more data or batch_size {rows} or less."
+            f"training data: {rows} {agreeing(rows, 'examples')}, fewer than batch_size {config.batch_size} (rows over "
+            f"all workers); give more data or batch_size {rows} or less."
         )
 
 

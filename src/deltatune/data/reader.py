@@ -17,6 +17,7 @@ from rich.progress import Progress
 from ..errors import UserError
 from ..machine.environment import expanded
 from ..options.config import TrainConfig
+from ..options.values import agreeing
 from . import token_cache
 from .chats import unwritten
 from .example import Example
@@ -63,30 +64,26 @@ class Reader:
         limit = self._config.max_seq_length
         skip = self._config.overlong == "skip"
         examples: list[Example | Preference] = []
-        overlong, longest, beyond = 0, 0, 0
+        overlong: list[int] = []
         cut_media: list[str] = []
-        for example, within in ((example, within) for row in encoded.rows for example, within in _within(row, limit)):
+        beyond = 0
+        for example, within in (pair for row in encoded.rows for pair in _within(row, limit)):
             documents = example.documents
             length = max(len(document.tokens) for document in documents)
-            if length > limit:
-                overlong = overlong + 1
-                longest = max(longest, length)
-                if skip:
-                    continue
-                if not within:
-                    beyond += 1
-                    continue
-                if kinds := [kind for document in documents if (kind := _kind_cut(document, limit))]:
-                    cut_media.append(kinds[0])
-                    continue
-                example = example.with_documents([_truncated(document, limit) for document in documents])
-            examples.append(example)
-        self._note_overlong(table, overlong, cut_media, longest, len(examples) + beyond)
-        if beyond:
-            self.notes.append(
-                f"{table.name}: {beyond:,} of them were left out, not truncated: the turns that they are for begin "
-                "beyond the limit."
-            )
+            if length <= limit:
+                examples.append(example)
+                continue
+            overlong.append(length)
+            if skip:
+                continue
+            if not within:
+                beyond += 1
+            elif kinds := list(filter(None, (_kind_cut(document, limit) for document in documents))):
+                cut_media.append(kinds[0])
+            else:
+                examples.append(example.with_documents([_truncated(document, limit) for document in documents]))
+        if overlong:
+            self._note_overlong(table, overlong, cut_media, beyond, sum(map(len, encoded.rows)))
         return examples
 
     def _encoded(self, table: DataTable, features: Features) -> Encoded:
@@ -114,7 +111,7 @@ class Reader:
             encoder = PreferenceEncoder(text, self._tokenizer, labels=self._config.loss == "kto")
         rows = _with_progress(encoder.stream(table.rows(), table.count), table)
         kinds = encoder.kinds if preferred else text.formats.kinds
-        encoded = Encoded(rows, kinds, text.formats.unread, text.unwritten.counts, text.prompts)
+        encoded = Encoded(rows, kinds, text.formats.unread, text.unwritten, text.prompts)
         if key is not None:
             token_cache.keep(key, table.name, encoded)
         return encoded
@@ -132,20 +129,26 @@ class Reader:
         ]  # fmt: skip
         return token_cache.digest([self._encoding, json.dumps(options), table.digest()])
 
+    def _note(self, table: DataTable, text: str) -> None:
+        self.notes.append(f"{table.name}: {text}")
+
     def _note_formats(self, table: DataTable, encoded: Encoded) -> None:
         for kind, meaning in _MEANINGS.items():
             if count := encoded.kinds.get(kind):
-                self.notes.append(f"{table.name}: {count:,} rows in {kind}'s format: {meaning}.")
+                self._note(table, f"{count:,} {agreeing(count, 'rows')} in {kind}'s format: {meaning}.")
         for what, meaning in MEANINGS.items():
             if count := encoded.unread[what]:
-                self.notes.append(f"{table.name}: {count:,} rows have {meaning}.")
-        self.notes += [f"{table.name}: {unwritten.note(*counted)}" for counted in encoded.unwritten.items()]
+                self._note(table, f"{count:,} {agreeing(count, 'rows have')} {meaning}.")
+        for counted in encoded.unwritten.items():
+            self._note(table, unwritten.note(*counted))
         several = [len(row) for row in encoded.rows if len(row) > 1]
         if several:
-            self.notes.append(
-                f"{table.name}: {len(several):,} of {len(encoded.rows):,} conversations take several rows, "
-                f"{sum(several):,} in all: the chat template rewrites earlier turns once others follow, so each turn "
-                "is learnt in a row in which it stands as it is generated. --chat-turns last learns the last one alone."
+            self._note(
+                table,
+                f"{len(several):,} of {len(encoded.rows):,} conversations {agreeing(len(several), 'take')} several "
+                f"rows, {sum(several):,} in all: the chat template rewrites earlier turns once others follow, so each "
+                "turn is learnt in a row in which it stands as it is generated. --chat-turns last learns the last one "
+                "alone.",
             )
 
     def _note_doubled_start(self, table: DataTable, encoded: Encoded) -> None:
@@ -157,28 +160,38 @@ class Reader:
         count = sum(document.tokens[:2].tolist() == [start, start] for document in documents)
         if count:
             self._doubled_start = True
-            self.notes.append(
-                f"{table.name}: {count:,} texts begin with {self._tokenizer.bos_token} twice: they hold it already, "
-                "and the tokenizer puts one before every text. Remove it from them, or give messages in their place."
+            self._note(
+                table,
+                f"{count:,} {agreeing(count, 'texts begin')} with {self._tokenizer.bos_token} twice: the data hold it "
+                "already, and the tokenizer puts one before every text. Remove it from the data, or give messages in "
+                "the place of texts.",
             )
 
-    def _note_overlong(self, table: DataTable, overlong: int, cut_media: list[str], longest: int, count: int) -> None:
-        if not overlong:
-            return
+    def _note_overlong(
+        self, table: DataTable, lengths: list[int], cut_media: list[str], beyond: int, total: int
+    ) -> None:
         skip = self._config.overlong == "skip"
-        total = overlong + count if skip else count + len(cut_media)
         done, other = ("skipped", "truncate cuts them") if skip else ("truncated", "skip leaves them out")
-        self.notes.append(
-            f"{table.name}: {overlong:,} of {total:,} examples are longer than max_seq_length "
-            f"{self._config.max_seq_length:,} (the longest has {longest:,} tokens) and were {done}; "
-            f"--overlong {other}."
+        count = len(lengths)
+        self._note(
+            table,
+            f"{count:,} of {total:,} examples {agreeing(count, 'are')} longer than max_seq_length "
+            f"{self._config.max_seq_length:,} (the longest has {max(lengths):,} tokens) and {agreeing(count, 'were')} "
+            f"{done}; --overlong {other}.",
         )
         if cut_media:
             what = " or ".join({"image": "an image", "video": "a video"}[kind] for kind in sorted(set(cut_media)))
             fewer = ", or take fewer frames with --video-max-frames" if "video" in cut_media else ""
-            self.notes.append(
-                f"{table.name}: {len(cut_media):,} of them were skipped, not truncated: the limit would cut {what} in "
-                f"half. Raise max_seq_length, or scale images down with --max-pixels{fewer}."
+            self._note(
+                table,
+                f"{len(cut_media):,} of them {agreeing(len(cut_media), 'were')} skipped, not truncated: the limit "
+                f"would cut {what} in half. Raise max_seq_length, or scale images down with --max-pixels{fewer}.",
+            )
+        if beyond:
+            self._note(
+                table,
+                f"{beyond:,} of them {agreeing(beyond, 'were')} left out, not truncated: the turns that are learnt "
+                "there begin beyond the limit.",
             )
 
 

@@ -12,13 +12,11 @@ import numpy as np
 
 from ..errors import UserError
 from ..models.vision.inputs import VisionSpec, single_frames, token_positions
-from ..options.chat_template import THINKING
-from ..options.values import nearest
+from ..options.values import THINKING, nearest
 from ..upstream import hugging_face_tokenizer
 from .chats.chat import ChatTokenizer, encoded
-from .chats.rendering import ChatRow, Item, Rendered, Renderer
+from .chats.rendering import ChatRow, Item, Lost, Rendered, Renderer
 from .chats.template_probes import REASONING
-from .chats.unwritten import MarkedCopy, UnwrittenParts
 from .example import PART, Example
 from .rows.row_formats import (
     ASSISTANT,
@@ -35,9 +33,8 @@ from .rows.row_formats import (
     tools_of,
 )
 from .rows.unread_columns import MARKED_TURNS, MARKS_IN_TEXT, counts
-from .vision.media import MediaReader, MediaSize, Pictures
-from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_kind, place_media, write_videos
-from .vision.prompt import token_counts
+from .vision.media import MediaReader, MediaSize, Pictures, token_counts
+from .vision.messages import has_mark_in_text, media_kind, place_media, write_videos
 from .vision.videos import video_names, video_text
 
 
@@ -62,29 +59,13 @@ class MediaPlacer:
         self._reader = reader
         self._names = video_names(tokenizer, spec)
 
-    def place(self, row: Any, messages: Messages | None, source: str) -> tuple[Messages | None, list[PlacedMedium]]:
+    def place(self, row: Mapping[str, Any], messages: Messages, source: str) -> tuple[Messages, list[PlacedMedium]]:
         """Return a row's messages with a part for each image, and the text of each video; and these in order.
 
         A UserError, naming `source`, says that a file cannot be read, or that places and files do not match.
         """
-        if messages is None:
-            if kind := media_kind(row, ()):
-                medium = "an image" if kind == IMAGE else "a video"
-                raise UserError(f"{source}: a text line has no place for {medium}; use messages or prompt/completion.")
-            return None, []
         messages, values = place_media(messages, row, source)
-        contents = [(number, message["content"]) for number, message in enumerate(messages)]
-        numbers = [
-            number
-            for number, content in contents
-            if isinstance(content, list)
-            for part in content
-            if part["type"] in (IMAGE, VIDEO)
-        ]
-        media = [
-            PlacedMedium(number, value, self._reader.read(value, source)[1])
-            for number, value in zip(numbers, values, strict=True)
-        ]
+        media = [PlacedMedium(number, value, self._reader.read(value, source)[1]) for number, value in values]
         texts = [video_text(medium.size.seconds, self._names) for medium in media if medium.size.seconds]
         return write_videos(messages, texts), media
 
@@ -113,24 +94,12 @@ class MediaPlacer:
 
 
 class TextEncoder:
-    """Turns rows into examples with one tokenizer and one loss rule.
+    """Turns rows into examples with one tokenizer and one loss rule; mlx_lm.tuner.datasets gives the same tokens.
 
-    Args:
-        tokenizer: mlx-lm's TokenizerWrapper.
-        features: The keys of a row.
-        mask_prompt: False counts every token in the loss. None and True leave prompts out; True also refuses rows of
-            plain text, which have no prompt, while None counts all of their tokens.
-        last_turn: Whether the last assistant turn of a conversation counts alone, rather than each.
-        template_options: Variables for the chat template, which those of a row override.
-        media: Places images and videos, for a model with a vision tower; None refuses rows that have some.
-
-    Attributes:
-        formats: Reads the rows, and counts their formats.
-        unwritten: Counts the parts of the rows that the chat template does not write.
-        prompts: How many turns so far are behind a prompt with each value of enable_thinking.
-
-    Source:
-        mlx_lm.tuner.datasets, which gives the same tokens for the same row.
+    With `mask_prompt` False every token counts in the loss. None and True leave prompts out; True also refuses plain
+    text, which has none. With `last_turn` the last assistant turn of a conversation counts alone. `template_options`
+    are variables for the chat template, which those of a row override. `media` places images and videos, for a model
+    with a vision tower; None refuses rows that have some. `formats`, `unwritten` and `prompts` count as Encoded says.
     """
 
     def __init__(
@@ -151,7 +120,8 @@ class TextEncoder:
         self._renderer = Renderer(tokenizer, template_options)
         self._chats = ChatTokenizer(tokenizer)
         self._thinking = self._renderer.options[THINKING]
-        self.unwritten = UnwrittenParts(tokenizer)
+        self.unwritten = Counter[str]()
+        self._before: Conversation | None = None
         self.prompts = Counter[bool]()
 
     def __call__(self, row: Any, source: str) -> list[Example]:
@@ -178,9 +148,7 @@ class TextEncoder:
         turns = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         counted = [index for index in turns if counts(messages[index], index + 1, source)]
         tools, options = tools_of(row, source), template_options_of(row, source)
-        template = self._renderer.template(tools)
-        check_roles(messages, template, source)
-        check_calls(messages, template, source)
+        check_template(messages, self._renderer.template(tools), source)
         every = self._mask_prompt is False
         if self._last_turn and not every:
             counted = counted[-1:]
@@ -198,18 +166,21 @@ class TextEncoder:
                 if messages is None:
                     yield self.formats.text(row, source)
                 else:
-                    yield from self.unwritten.with_copy(self._conversation(messages, media, row, source))
+                    yield self._conversation(messages, media, row, source)
         except UserError as error:
             failures.append(error)
 
     def _placed(self, row: Any, source: str) -> tuple[Messages | None, Sequence[PlacedMedium]]:
         """Return the messages of a row as the template takes them, None for plain text, and its images and videos."""
         messages = self.formats.messages(row, source)
-        if self._media is not None:
+        if self._media is not None and messages is not None:
             messages, media = self._media.place(row, messages, source)
-            self.formats.unread[MARKS_IN_TEXT] += has_mark_in_text(messages or [])
+            self.formats.unread[MARKS_IN_TEXT] += has_mark_in_text(messages)
             return messages, media
-        if kind := media_kind(row, messages or []):
+        kind = media_kind(row, messages or [])
+        if kind and self._media is not None:
+            raise UserError(f"{source}: a text line has no place for {kind}s; use messages or prompt/completion.")
+        if kind:
             raise UserError(
                 f"{source}: this row has {kind}s, and the model was loaded without its vision tower; images and videos "
                 "cannot be streamed, so leave streaming out, or remove the row."
@@ -217,22 +188,28 @@ class TextEncoder:
         return messages and join_text_parts(messages, source), ()
 
     def _examples(self, chunk: list[Rendered]) -> Iterator[list[Example]]:
-        """Yield the examples of each item that is no marked copy."""
-        for item, rows in chunk:
-            if isinstance(item, MarkedCopy):
-                self.unwritten.learn(item, rows)
-        chunk = [(item, rows) for item, rows in chunk if not isinstance(item, MarkedCopy)]
-        plain = iter(self._encode_texts([item.text for item, _ in chunk if isinstance(item, PlainText)]))
-        written = [row.text for _, rows in chunk if not isinstance(rows, UserError) for row in rows]
+        plain = iter(self._encode_texts([item.text for item, *_ in chunk if isinstance(item, PlainText)]))
+        written = [row.text for _, rows, _ in chunk if not isinstance(rows, UserError) for row in rows]
         tokens = iter(self._chats.encode(written))
-        for item, rows in chunk:
+        for item, rows, lost in chunk:
             if isinstance(rows, UserError):
                 raise rows
             if isinstance(item, PlainText):
                 yield [self._text_example(item, next(plain))]
             else:
-                self.unwritten.count(item, rows)
+                self._count(item, lost)
                 yield [self._chat_example(item, row, next(tokens), len(rows)) for row in rows]
+
+    def _count(self, conversation: Conversation, lost: Sequence[Lost]) -> None:
+        """Count the parts of a conversation that are lost; both of a pair have one source, and share their prompt."""
+        before = self._before
+        shared = [] if before is None or before.source != conversation.source else before.messages
+        self.unwritten.update(
+            kind
+            for kind, message in lost
+            if not shared or (message is not None and shared[message : message + 1] != [conversation.messages[message]])
+        )
+        self._before = conversation
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -280,9 +257,7 @@ def _example(tokens: list[int], targets: np.ndarray, otherwise: str, source: str
 
 
 def check_answers(messages: Messages, turns: list[int], source: str) -> None:
-    """Refuse, with a UserError, an answer among these turns without text, reasoning, call or picture: it teaches to
-    stop.
-    """
+    """Raise UserError for an answer among these turns without text, reasoning, call or picture: it teaches to stop."""
     for turn in turns:
         message = messages[turn]
         content = message["content"]
@@ -296,30 +271,27 @@ def check_answers(messages: Messages, turns: list[int], source: str) -> None:
             )
 
 
-def check_calls(messages: Messages, template: str | None, source: str) -> None:
-    """Refuse calls of tools, with a UserError, where the chat template does not know of any; None stands for code."""
+ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]
+
+
+def check_template(messages: Messages, template: str | None, source: str) -> None:
+    """Refuse, with a UserError, roles and calls of tools that a chat template does not know; None stands for code.
+
+    A common role is always taken. Many templates write whatever role they are given, so a mistyped one would train as
+    it stands.
+    """
+    if template is None:
+        return
     for number, message in enumerate(messages, 1):
-        if template is not None and message.get(TOOL_CALLS) and TOOL_CALLS not in template:
+        role = message["role"]
+        if role not in ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", template):
+            raise UserError(
+                f"{source}: message {number}: unknown role {role!r}{nearest(role, ROLES)}; expected "
+                f"{', '.join(ROLES)}, or a role that the model's chat template names."
+            )
+        if message.get(TOOL_CALLS) and TOOL_CALLS not in template:
             raise UserError(
                 f"{source}: message {number}: the model's chat template does not write calls of tools "
                 f"({TOOL_CALLS!r}), so this one would be lost; write it into the content, or use a model whose "
                 "template writes them."
             )
-
-
-ROLES = [SYSTEM, "developer", "user", ASSISTANT, TOOL]
-
-
-def check_roles(messages: Messages, template: str | None, source: str) -> None:
-    """Refuse, with a UserError, a role that neither is common nor stands in the chat template, None where it is code.
-
-    Many templates write whatever role they are given, so a mistyped one would train as it stands.
-    """
-    for number, message in enumerate(messages, 1):
-        role = message["role"]
-        if role in ROLES or template is None or re.search(rf"""(['"]){re.escape(role)}\1""", template):
-            continue
-        raise UserError(
-            f"{source}: message {number}: unknown role {role!r}{nearest(role, ROLES)}; expected {', '.join(ROLES)}, or "
-            "a role that the model's chat template names."
-        )

@@ -33,14 +33,10 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py
 
 @dataclass(frozen=True)
 class Encoded:
-    """A table as examples at full length.
+    """A table as examples at full length: of each row one, or several where the template rewrites earlier turns.
 
-    Args:
-        rows: The examples of each row: one, or several where the template rewrites earlier turns of a conversation.
-        kinds: How many rows have each format.
-        unread: How many rows have each column that has a meaning and is not read.
-        unwritten: How many messages, or rows for tools, have parts of each kind that the chat template does not write.
-        prompts: How many turns are behind a prompt with each value of enable_thinking.
+    Counted are the rows of each format, those with each column that is not read, messages (rows for tools) with parts
+    of each kind that the chat template does not write, and turns behind a prompt with each value of enable_thinking.
     """
 
     rows: list[list[Example]]

@@ -19,8 +19,8 @@ from ..layers import LayerInfo, describe
 from ..machine import packages
 from ..machine.json_files import read_json
 from ..ops import operators
-from ..patches import PATCHES, patched
-from ..patches.verify import serving
+from ..patches import ON_CUDA, PATCHES, patched
+from ..patches.patch_report import serving
 from ..plan.array_layout import ArrayLayout, LayoutError
 from ..upstream import Probed, probed
 from . import implementations, inventory, probes
@@ -201,8 +201,8 @@ def _forward(data: str, model: nn.Module) -> Forward:
 
 def _import_what_is_patched() -> list[str]:
     """Import every module that patches change; return a sentence on each package or module that is not there."""
-    defining = {patch.module for patch in PATCHES}
-    modules = sorted(defining.union(*(patch.holders for patch in PATCHES)))
+    # The records of GPUs name every model of mlx-lm that holds the recurrence.
+    modules = sorted({patch.module for patch in (*PATCHES, *ON_CUDA)})
     packages = sorted({module.partition(".")[0] for module in modules})
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     absent = [f"{package.replace('_', '-')} is not installed" for package in missing]
@@ -212,9 +212,7 @@ def _import_what_is_patched() -> list[str]:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # A module that only holds a patched name may belong to another version of the package.
-            if module in defining:
-                absent.append(f"{module} is not installed ({error})")
+            absent.append(f"{module} is not installed ({error})")
         except RuntimeError as error:
             absent.append(f"{module} cannot be imported on this machine ({error})")
     return absent

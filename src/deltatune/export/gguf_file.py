@@ -18,9 +18,8 @@ from ..errors import UserError
 from ..machine.environment import expanded
 from ..machine.json_files import read_json
 from ..models.checkpoint_files import weight_headers
-from ..models.checkpoint_writer import write_ends, write_tokenizer_end
+from ..models.checkpoint_writer import merge_checkpoint, write_ends, write_tokenizer_end
 from ..models.load import locate
-from ..models.merged_checkpoint import merge_checkpoint
 from .module_names import check_layout
 from .new_token_rows import OPTION
 from .peft_adapter import PeftAdapter, write_peft

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.chats.answer_ends import ends, missing_end
+from ..data.chats.answers import ends, missing_end
 from ..data.chats.template_probes import in_common
 from ..data.prompts import conversation_text
 from ..errors import UserError

@@ -31,24 +31,19 @@ _PLAIN = re.compile(r"^(?:model\.layers\.\d+\..+|model\.embed_tokens|lm_head)$")
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """How transformers names the modules of a family.
+    """How transformers names the modules of a family, and which of them PEFT takes in another way."""
 
-    Args:
-        renames: Regular expressions and replacements that turn a path of mlx-lm or mlx-vlm into one of transformers.
-        experts: Whether transformers holds the experts of a layer as two parameters of a module `experts`.
-        router: Whether the router, `mlp.gate` or `router`, is a module of transformers' own, of which PEFT can adapt
-            only the parameter `weight`.
-        redirected: Whether PEFT, from transformers 5 on, takes every module named gate_proj, up_proj or down_proj for
-            the experts. Such a module is then adapted as a parameter, which has the same tensors.
-        mamba: Whether PEFT refuses an adapter of a mixer's out_proj, which Mamba's kernels read without its module.
-        multipliers: Options that mlx-lm multiplies into the matrices, in which transformers' adapters are not.
-    """
-
+    # Regular expressions and replacements that turn a path of mlx-lm or mlx-vlm into one of transformers.
     renames: tuple[tuple[str, str], ...] = ()
+    # Whether the experts of a layer are two parameters of a module `experts`.
     experts: bool = False
+    # Whether the router is a module of transformers' own, of which PEFT can adapt only the parameter `weight`.
     router: bool = False
+    # Whether PEFT takes every gate_proj, up_proj or down_proj for the experts: each is then adapted as a parameter.
     redirected: bool = False
+    # Whether PEFT refuses an adapter of a mixer's out_proj, which Mamba's kernels read without its module.
     mamba: bool = False
+    # Options that mlx-lm multiplies into the matrices, in which transformers' adapters are not.
     multipliers: tuple[str, ...] = ()
 
 

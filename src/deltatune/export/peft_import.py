@@ -21,10 +21,9 @@ from ..lora.weights import input_size
 from ..machine.json_files import read_json
 from ..models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
 from ..models.load import load_model, load_vision_tower, locate
-from .expert_factors import Factors, from_early_peft, from_peft, split
 from .module_names import Places, TransformersNames, short
 from .new_token_rows import install_rows, take_rows
-from .peft_adapter import HALVES, PEFT_CONFIG, PEFT_WEIGHTS
+from .peft_adapter import HALVES, PEFT_CONFIG, PEFT_WEIGHTS, Factors, from_early_peft, from_peft, split
 
 _TENSOR = re.compile(
     r"^(?P<module>.+?)\.(?:(?P<leaf>lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"

@@ -3,9 +3,8 @@
 from .adapter import Adapter
 from .adapter_files import load_adapter_weights, load_adapters, save_adapters
 from .convert import ConversionReport, adapters, convert_to_lora, merge
-from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
-from .linear import DoRALinear, LoRALinear
+from .linear import DoRAEmbedding, DoRALinear, LoRAEmbedding, LoRALinear
 
 __all__ = [
     "Adapter",

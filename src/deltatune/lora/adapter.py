@@ -19,13 +19,9 @@ ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 
 
 class Adapter(nn.Module):
-    """A module around `base` that returns base(x) + scale * update(dropout(x)); subclasses define the update.
+    """A module around `base`, dense or quantised, that returns base(x) + scale * update(dropout(x)).
 
-    Args:
-        base: The module to adapt, dense or quantised.
-        rank: The inner size r of the update.
-        scale: The factor of the update.
-        dropout: The share of the update's inputs that training sets to zero, from 0 to below 1.
+    Subclasses define the update, whose inner size is `rank`.
     """
 
     base_name: ClassVar[str]

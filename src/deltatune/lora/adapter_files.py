@@ -23,10 +23,10 @@ import numpy as np
 from ..errors import UserError, first_few
 from ..machine import checksum
 from ..machine.atomic_files import replace_file
+from ..machine.host_memory import as_numpy
 from ..machine.json_files import read_json
-from ..machine.numpy_arrays import as_numpy
 from ..ops.functional import arrays_of, is_finite
-from ..options.chat_template import checked_options
+from ..options.values import checked_options
 from ..upstream import dropout_rate
 from .adapter import ADAPTER_LEAVES, Adapter
 from .convert import FINE_TUNE_TYPES, ConversionReport, adapters, install_adapters, make_adapters

@@ -1,6 +1,6 @@
 """Makes a model ready to train: freezes it, then adds adapters to the chosen modules or unfreezes the chosen layers.
 
-Adapters are merged into the model again, or taken away for a while (models/merged_checkpoint.py merges in files).
+Adapters are merged into the model again, or taken away for a while (models/checkpoint_writer.py merges in files).
 """
 
 from __future__ import annotations

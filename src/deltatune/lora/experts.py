@@ -133,7 +133,7 @@ def projection(module: nn.Module) -> Projection | None:
     if "lora_a" in module and "lora_b" in module and "linear" in module and module["lora_a"].ndim == 3:
         adapter = module
         module = module["linear"]
-    # dict.get: directly_read.py watches module.get for owners that bypass an adapter, which this function does not.
+    # dict.get: directly_read() watches module.get for owners that bypass an adapter, which this function does not.
     arrays: dict[str, Any] = {name: dict.get(module, name) for name in _ARRAY_NAMES}
     weight = arrays["weight"]
     if weight is None or weight.ndim != 3 or not takes_indices(module):

@@ -1,7 +1,8 @@
-"""LoRA and DoRA on a linear layer, dense or quantised.
+"""LoRA and DoRA on a linear layer or an embedding, dense or quantised.
 
 LoRA is from Hu et al., https://arxiv.org/abs/2106.09685, and DoRA from Liu et al., https://arxiv.org/abs/2402.09353.
-Parameters are named and shaped as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out].
+Parameters are named and shaped as in mlx_lm.tuner: lora_a [in, r], lora_b [r, out], m [out]; of an embedding lora_a
+[vocabulary, r], lora_b [r, dims], m [vocabulary].
 """
 
 from __future__ import annotations
@@ -257,6 +258,64 @@ class DoRALinear(LoRALinear):
         b = self.scale * mx.stop_gradient(self.lora_b)
         inner_product = (self._without_bias(a.T).astype(mx.float32) * b).sum(axis=0)
         return norm_of_sum(self._base_norm, inner_product, (((a.T @ a) @ b) * b).sum(axis=0))
+
+    def adapted_weight(self) -> mx.array:
+        return with_row_norms(super().adapted_weight(), self.m)
+
+
+class LoRAEmbedding(Adapter):
+    """An embedding with a low-rank update: embedding(ids) + scale * dropout(A[ids] B), [..., dims] for ids [...].
+
+    Dropout sets values of the update to zero, and in `as_linear` its inputs.
+    """
+
+    base_name = "embedding"
+    dense_class = nn.Embedding
+
+    def begin(self, rank: int) -> None:
+        vocabulary = self.embedding["weight"].shape[0]
+        dims = dense_weight(self.embedding).shape[1]
+        self.lora_a = uniform(vocabulary, (vocabulary, rank))
+        self.lora_b = mx.zeros((rank, dims))
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        y = self.embedding(ids)
+        return y + (self.scale * self.dropout(self.lora_a[ids] @ self.lora_b)).astype(y.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits [..., vocabulary] of x [..., dims], for a head that is tied to the embedding."""
+        update = (self.dropout(x) @ self.lora_b.T) @ self.lora_a.T
+        return self.embedding.as_linear(x) + (self.scale * update).astype(x.dtype)
+
+    def adapted_weight(self) -> mx.array:
+        return dense_weight(self.embedding).astype(mx.float32) + (self.scale * self.lora_a) @ self.lora_b
+
+
+class DoRAEmbedding(LoRAEmbedding):
+    """An embedding with adapted rows of trained length m; the norm is a constant for the gradient."""
+
+    kind = "dora"
+
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self.m = row_norms(dense_weight(self.embedding))
+        self._base_norm = self.m
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        y = self.embedding(ids)
+        update = self.scale * self.lora_a[ids] @ self.lora_b
+        norm = mx.stop_gradient(mx.linalg.norm(y.astype(mx.float32) + update, axis=-1))
+        y = y + self.dropout(update).astype(y.dtype)
+        return (self.m[ids] / norm)[..., None].astype(y.dtype) * y
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return (self.m / self._adapted_norm()).astype(x.dtype) * super().as_linear(x)
+
+    def _adapted_norm(self) -> mx.array:
+        a = self.scale * mx.stop_gradient(self.lora_a)
+        b = mx.stop_gradient(self.lora_b)
+        inner_product = (self.embedding.as_linear(b).astype(mx.float32).T * a).sum(axis=1)
+        return norm_of_sum(self._base_norm, inner_product, ((a @ (b @ b.T)) * a).sum(axis=1))
 
     def adapted_weight(self) -> mx.array:
         return with_row_norms(super().adapted_weight(), self.m)

@@ -1,7 +1,8 @@
 """Rows for new tokens in an embedding and an output head, which train beside the frozen old rows.
 
 MLX trains arrays and not parts of arrays, so the new rows are an array of their own, in fp32 as adapters are. The old
-rows keep their array, dense or quantised, until `plain` joins the two.
+rows keep their array, dense or quantised, until `plain` joins the two. A table that its owner reads directly cannot get
+rows, or an adapter: `directly_read` finds such modules.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import UserError
-from ..ops.functional import arrays_of
+from ..layers import without_pictures
+from ..ops.functional import arrays_of, undisturbed
+from ..ops.random_state import drawing_from
 from .adapter import Adapter
-from .directly_read import directly_read
 from .weights import OUTPUT_SCALES, dense_rows, is_quantized, with_weight
 
+# The arrays of a module that its owner may read directly.
+_ARRAY_NAMES = ("weight", "scales", "biases", "bias")
 # The mean of the old rows is summed over blocks of this many, so that no fp32 copy of the table is made.
 _BLOCK = 8192
 # Names of the new rows in adapter files. By these names mlx-lm refuses such a file; it would read beyond the table.
@@ -198,3 +202,57 @@ def parameter_name(stored: str) -> str | None:
         if stored.endswith(f".{ending}"):
             return stored.removesuffix(ending) + name
     return None
+
+
+def directly_read(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the name of an array that other code than its module's methods reads in a forward pass, by the module's
+    path.
+
+    An adapter or new rows change the output of a call of a module, which such an owner would bypass. MLX is lazy, so
+    that the passes only build graphs. They are one in training mode over two tokens, and two in inference
+    mode over two tokens and one, since models branch on both. The stand-ins are of another class than the candidates,
+    as adapters are: an owner that reads the arrays of nn.Linear alone (after a test of the class) would call an
+    adapter. Afterwards the model, its layers' caches and the random state are as before.
+    """
+    read: dict[str, list[str]] = {path: [] for path in candidates}
+    stand_ins = [(path, _StandIn(module, read[path])) for path, module in candidates.items()]
+    with drawing_from(mx.random.key(0)), undisturbed(model):
+        model.update_modules(tree_unflatten(stand_ins))
+        try:
+            for training, length in ((True, 2), (False, 2), (False, 1)):
+                model.train(training)
+                model(mx.zeros((1, length), dtype=mx.int32), **without_pictures(model))
+        finally:
+            # Of a list of modules, undisturbed() keeps the list itself.
+            model.update_modules(tree_unflatten(list(candidates.items())))
+    return {path: names[0] for path, names in read.items() if names}
+
+
+class _StandIn(nn.Module):
+    """Passes calls on to a module, as an adapter would, and adds the names of the module's arrays that are read."""
+
+    def __init__(self, module: nn.Module, read: list[str]) -> None:
+        super().__init__()
+        # object.__setattr__ keeps nn.Module from registering the module as a child.
+        object.__setattr__(self, "_module_and_read", (module, read))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module_and_read[0](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        module, read = self._module_and_read
+        if name in _ARRAY_NAMES and name in module:
+            read.append(name)
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ARRAY_NAMES:
+            setattr(self._module_and_read[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self._module_and_read[0] else default

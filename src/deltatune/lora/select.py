@@ -13,11 +13,9 @@ from ..errors import UserError
 from ..layers import layer_kind, layer_paths
 from ..options.config import LoraConfig
 from .adapter import Adapter
-from .directly_read import directly_read
-from .embedding import DoRAEmbedding, LoRAEmbedding
 from .experts import LoRASwitchLinear
-from .linear import DoRALinear, LoRALinear
-from .new_rows import GrownTable, grown_tables
+from .linear import DoRAEmbedding, DoRALinear, LoRAEmbedding, LoRALinear
+from .new_rows import GrownTable, directly_read, grown_tables
 from .weights import is_switch
 
 #: The part of a model that is its multi-token-prediction head, and the name of that child of the model.

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..machine import atomic_files, checksum
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),

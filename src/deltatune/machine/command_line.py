@@ -1,4 +1,4 @@
-"""Tells whether this process is the command line, and lets Ctrl-C end it quietly while modules are still imported."""
+"""Tells whether this process is the command line, lets Ctrl-C end it quietly, and starts modules as bare programs."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ def raise_at_signals() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, as in any Python program, unless the process ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The folder of the module becomes a package of its own, without the packages around it.
+_START = """
+import importlib, sys, types
+package = types.ModuleType("bare_program")
+package.__path__ = [sys.argv[1]]
+sys.modules["bare_program"] = package
+importlib.import_module("bare_program." + sys.argv[2]).main(*sys.argv[3:])
+"""
+
+
+def bare_program(module: Path, *arguments: object) -> list[str]:
+    """Return the words of a command that calls main(*arguments) of a file, which imports only files beside it."""
+    return [sys.executable, "-P", "-u", "-c", _START, str(module.parent), module.stem, *map(str, arguments)]

@@ -6,12 +6,12 @@ import ctypes
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from . import nvidia
-from .numpy_arrays import as_numpy
 
 _MEMINFO = Path("/proc/meminfo")
 #: Where Linux shows the control groups of this process.
@@ -102,3 +102,13 @@ def memory_of(process: int) -> int:
     usage = _Usage()
     refused = ctypes.CDLL("/usr/lib/libSystem.B.dylib").proc_pid_rusage(process, 0, ctypes.byref(usage))
     return 0 if refused else int(usage.footprint)
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """Return the numbers of an array, which must not be bf16, once they are computed; they are not to be changed.
+
+    np.array() and memoryview() ask MLX for a buffer. If the numbers cannot be copied off an NVIDIA GPU then, MLX ends
+    the process: nothing can be saved, and no message names a remedy. Here that is a RuntimeError.
+    """
+    numbers: Any = array
+    return numbers.__array__()

@@ -6,17 +6,26 @@ A fault of the machine is an exception for a program that imports deltatune. The
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import platform
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from ..errors import UserError, first_line
-from . import blas, environment, subnormals
+from . import blas, environment
 from .command_line import is_command_line
+
+# glibc's fenv_t on x86-64 is 28 bytes of x87 state, then MXCSR. _FLUSH is MXCSR's bits FTZ and DAZ.
+_FENV_BYTES = 32
+_MXCSR = slice(28, 32)
+_FLUSH = 0x8040
 
 _problem: UserError | None = None
 
@@ -38,8 +47,10 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
         environment.limit_queue()
         environment.see_own_gpu()
         # MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
-        with subnormals.flushed():
+        with _flushed():
             blas.load()
+            if not is_command_line():
+                blas.warn()
             environment.keep_numpy_in_one_thread()
             _start_mlx()
     except UserError as error:
@@ -51,10 +62,11 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise the error that `prepare` kept, or a UserError for a variable that was set since to an unknown value."""
+    """Raise the error that `prepare` kept, or one for a variable set since to an unknown value; warn of a slow BLAS."""
     if _problem is not None:
         raise _problem
     environment.check(implementations)
+    blas.warn()
 
 
 def leave_torch_out(*, own_process: bool = False) -> None:
@@ -89,20 +101,55 @@ class _WithoutTorch:
 def hide_torch() -> None:
     """Let imports of PyTorch fail, and importlib.util.find_spec return None for it; do nothing if it is imported.
 
-    An entry None in sys.modules would do the same in one line. But packages such as datasets and SciPy import whatever
-    has an entry there, and that import would then fail.
+    An entry None in sys.modules would not do: packages such as datasets and SciPy import whatever has one.
     """
     if "torch" not in sys.modules and importlib.util.find_spec("torch") is not None:
         sys.meta_path[:] = [_WithoutTorch(finder) for finder in sys.meta_path]
 
 
-def _start_mlx() -> None:
+def _may_be_slow() -> bool:
+    # All x86-64 CPUs are treated alike, so that they give the same bits.
+    return sys.platform == "linux" and platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc"
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """Inside the `with` block, this thread and those it starts treat subnormal numbers (below about 1e-38) as zero.
+
+    One operation on a subnormal number costs a hundred cycles or more on Intel's CPUs and a few on AMD's, and a
+    training step has many: products of gates, second moments of small gradients. A thread inherits the processor's
+    setting from the thread that starts it, so MLX's CPU thread keeps this one, and Python and NumPy get theirs back.
+    The block changes nothing except on Linux with glibc on x86-64.
+    """
+    if not _may_be_slow():
+        yield
+        return
+    libm = ctypes.CDLL("libm.so.6")
+    before = (ctypes.c_uint8 * _FENV_BYTES)()
+    libm.fegetenv(before)
+    changed = bytearray(before)
+    changed[_MXCSR] = (int.from_bytes(changed[_MXCSR], "little") | _FLUSH).to_bytes(4, "little")
+    libm.fesetenv((ctypes.c_uint8 * _FENV_BYTES).from_buffer(changed))
     try:
-        subnormals.start_mlx()
+        yield
+    finally:
+        libm.fesetenv(before)
+
+
+def _start_mlx() -> None:
+    """Import MLX and make it start its CPU thread, inside _flushed(); if MLX is imported, nothing happens."""
+    if "mlx.core" in sys.modules:
+        return
+    try:
+        import mlx.core as mx
     except ImportError as error:
         # The package mlx alone holds no library for Linux: the extras bring one for each kind of device.
+        lacks = re.match(r"(?!libmlx)(lib\w+)\S*: cannot open", str(error))
+        system = f" If {lacks[1]} is the system's, install it there (Debian: libblas3, liblapack3)." if lacks else ""
         raise MissingBackendError(
             f"MLX cannot be loaded ({first_line(error)}). Install it for your device: on Linux "
             "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]' or 'deltatune[cuda12]'; on macOS "
-            "pip install --force-reinstall mlx."
+            f"pip install --force-reinstall mlx.{system}"
         ) from error
+    if _may_be_slow():
+        mx.eval(mx.add(mx.array(1.0), mx.array(1.0), stream=mx.cpu))

@@ -7,6 +7,7 @@ On an NVIDIA GPU such a step takes as long as its launches, of which mlx-lm has 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import operator
 from collections import deque
@@ -18,20 +19,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm import batch_generate
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..errors import NotFiniteError, UserError
 from ..layers import gated_delta_layers, logits_of
 from ..machine import backend, host_memory
 from ..machine.compiling import without_kernels
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 from ..ops.decoding.row_caches import AttentionRows, RecurrentRows
 from ..ops.functional import arrays_of
 from ..ops.operator.measure import relative_norm
 from ..ops.tracing import trace
 from ..ops.tracing.trace import Factors
 from ..patches import patched
-from .sampled_policy import Chosen
+from .generate import Chosen
 
 # How many tokens of prompts are read at a time, of one row or of several. mlx-lm reads 2,048 of one.
 PROMPT_TOKENS = {"cuda": 8192, "metal": 2048, "cpu": 2048}
@@ -491,3 +493,62 @@ def answer_all(
     if not healthy[0].item():
         raise NotFiniteError(*([*row, *answer] for row, answer in zip(prompts, response.token_ids, strict=True)))
     return response.token_ids
+
+
+def can_be_joined(model: nn.Module) -> bool:
+    """Whether mlx-lm joins the caches of several rows of a model, which is one of its own."""
+    of_mlx_lm = type(model).__module__.startswith("mlx_lm.")
+    return of_mlx_lm and all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+
+
+@dataclass
+class AnswerGenerator:
+    """Continues prompts by mlx-lm's BatchGenerator, so many at a time, until each has ended: for models with caches of
+    kinds that BatchDecoder lacks.
+
+    `figures` returns the figures [F, B] of tokens [B] by log-probabilities of the model [B, V], as a chooser returns
+    them behind the tokens.
+    """
+
+    model: nn.Module
+    rows: int
+    ends: Collection[int]
+    max_tokens: int
+    figures: Callable[[mx.array, mx.array], mx.array]
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        choose: Chooser,
+        between: Callable[[], None] | None = None,
+        stops: Stops | None = None,
+    ) -> list[Answer]:
+        """Return the answer to each prompt, as BatchDecoder.answers() does."""
+        answers = [Answer(prompt) for prompt in prompts]
+        longest = max(map(len, prompts), default=1)
+        generator = BatchGenerator(
+            self.model,
+            max_tokens=self.max_tokens,
+            stop_tokens=[[end] for end in self.ends],
+            sampler=lambda log_probabilities: choose(log_probabilities).tokens,
+            completion_batch_size=self.rows,
+            prefill_batch_size=max(1, min(self.rows, backend.here(PROMPT_TOKENS) // longest)),
+        )
+        waiting = dict(zip(generator.insert([list(prompt) for prompt in prompts]), answers, strict=True))
+        with contextlib.closing(generator):
+            while waiting:
+                if between is not None:
+                    between()
+                responses = generator.next_generated()
+                rows = [waiting[response.uid] for response in responses]
+                tokens = mx.array([response.token for response in responses])
+                figures = as_numpy(self.figures(mx.stack([response.logprobs for response in responses]), tokens))
+                if not np.isfinite(figures).all():
+                    raise NotFiniteError(*([*row.prompt, *row.tokens] for row in rows))
+                for row, response, of_token in zip(rows, responses, figures.T, strict=True):
+                    row.take(response.token, of_token.tolist(), self.ends, stops)
+                    if row.stopped and response.finish_reason is None:
+                        generator.remove([response.uid])
+                    if row.stopped or response.finish_reason is not None:
+                        del waiting[response.uid]
+        return answers

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..lora.adapter_files import RUN_OPTIONS
 from ..lora.tensor_files import Header, read_header
 from ..machine.json_files import read_json
 from ..options.values import short
@@ -195,17 +196,34 @@ def weight_headers(path: Path) -> dict[str, Header]:
             )
         raise UserError(f"{path}: no weights in it (model*.safetensors expected).")
     indexed = index_counts(path)
-    _check_explicit_file(path, INDEX if indexed else WHOLE)
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    named = config.get("transformers_weights")
+    chosen = INDEX if indexed else WHOLE
+    if named not in (None, chosen):
+        raise UserError(
+            f"{path / 'config.json'}: transformers_weights names {short(named)}, and the weights are read from "
+            f"{chosen}. Keep one of the two: take the key out, or make a folder in which that file is {WHOLE}."
+        )
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise UserError(
             f"{path}: {len(absent)} weight files of the index are missing, such as {absent[0]}; download them again."
         )
     headers = {file.name: read_header(file) for file in files}
-    if indexed:
-        _check_index(path, headers)
+    weight_map = _weight_map(path) if indexed else {}
+    missing = [tensor for tensor, file in weight_map.items() if tensor not in headers[file].tensors]
+    if missing:
+        raise UserError(
+            f"{path / weight_map[missing[0]]}: {len(missing):,} tensors that the index places in it are missing, such "
+            f"as {missing[0]}; download it again."
+        )
     _check_repeated(path, headers)
     return headers
+
+
+def is_trained_checkpoint(folder: Path) -> bool:
+    """Whether a run that trained a whole model wrote into `folder`."""
+    return (folder / RUN_OPTIONS).is_file() and any(True for _ in folder.glob(WEIGHTS))
 
 
 @contextmanager
@@ -239,29 +257,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     for tensor, file in weight_map.items():
         plain_name(file, f"{path / INDEX}: {tensor}")
     return weight_map
-
-
-def _check_explicit_file(path: Path, chosen: str) -> None:
-    """UserError where config.json tells transformers to read another file than `chosen`."""
-    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    named = config.get("transformers_weights")
-    if named is not None and named != chosen:
-        raise UserError(
-            f"{path / 'config.json'}: transformers_weights names {short(named)}, and the weights are read from "
-            f"{chosen}. Keep one of the two: take the key out, or make a folder in which that file is {WHOLE}."
-        )
-
-
-def _check_index(path: Path, headers: dict[str, Header]) -> None:
-    """UserError where the index places tensors in files that do not hold them."""
-    weight_map = _weight_map(path)
-    missing = [tensor for tensor, file in weight_map.items() if tensor not in headers[file].tensors]
-    if missing:
-        file = weight_map[missing[0]]
-        raise UserError(
-            f"{path / file}: {len(missing):,} tensors that the index places in it are missing, such as {missing[0]}; "
-            "download it again."
-        )
 
 
 def _check_repeated(path: Path, headers: dict[str, Header]) -> None:

@@ -1,6 +1,8 @@
-"""Writes a checkpoint that is its base but for some tensors: weights, all other files, and settings in these.
+"""Writes a checkpoint that is its base but for some tensors: an adapter merged into it, or a model trained as a whole.
 
-The settings are the tokens at which generation stops, and how a run prepared its pictures.
+Tensors keep the base's names and layout, so that every reader of the base reads the result. All others are copied bit
+for bit, including those that mlx-lm's text models ignore (vision towers, multi-token prediction). The base's other
+files are copied; they get the tokens at which generation stops, and how a run prepared its pictures.
 """
 
 from __future__ import annotations
@@ -8,22 +10,44 @@ from __future__ import annotations
 import copy
 import fnmatch
 import json
+import os
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..errors import UserError
-from ..lora.adapter_files import CONFIG, RUN_OPTIONS
+from ..lora import adapters, load_adapters
+from ..lora.adapter import Adapter
+from ..lora.adapter_files import CONFIG, RUN_OPTIONS, options_of
+from ..lora.new_rows import grown_tables, plain_parameters
+from ..lora.rounding import Rounding
 from ..lora.tensor_files import Header, StoredTensor, write_tensors
+from ..lora.weights import OUTPUT_SCALES, dense_weight, is_quantized
 from ..machine import atomic_files
 from ..machine.atomic_files import replace_file
 from ..machine.json_files import read_json
-from .checkpoint_files import INDEX, UNCHECKED_FORMATS, WEIGHTS, index_counts
+from ..ops.functional import arrays_of, is_finite
+from .adapted_base import load_base
+from .checkpoint_files import (
+    INDEX,
+    QUANTISATION_KEYS,
+    UNCHECKED_FORMATS,
+    WEIGHTS,
+    WHOLE,
+    index_counts,
+    is_trained_checkpoint,
+    weight_headers,
+)
 from .load import load_tokenizer, locate, plain_config
+from .stored_names import StoredNames
+from .vision.split import has_vision
+from .vocabulary import with_vocab_size
 
 #: The files with the settings of images, of videos, and of both.
 IMAGES = "preprocessor_config.json"
@@ -198,3 +222,233 @@ def write_rest(source: Path, target: Path, config: Mapping[str, Any], ends: Sequ
         atomic_files.write(target / "config.json", json.dumps(config, indent=4).encode())
     if ends:
         write_ends(target, ends)
+
+
+class TrainedCheckpoint:
+    """The checkpoint of a model that trains as a whole, ready to train, by the folder from which it was loaded.
+
+    One file has all weights: it is replaced in one move, so that no checkpoint mixes the weights of two saves.
+
+    A model that began with random weights has no layout but MLX's own; `scratch_config` is its config.json, None for
+    any other model. `note` is a sentence for the user where the weights cannot have the base's layout, else None.
+    """
+
+    def __init__(self, model: nn.Module, base: Path, scratch_config: Mapping[str, Any] | None = None):
+        self._model = model
+        self._base = base
+        self._names: StoredNames | None = None
+        self._ends = unwritten_ends(base)
+        self.note: str | None = None
+        if scratch_config is not None:
+            # The weights of a vision tower will be missing where the model was made without one.
+            left = () if has_vision(model) else ("vision_config",)
+            self._config = {key: value for key, value in scratch_config.items() if key not in left}
+            return
+        self._config = grown_config(model, base)
+        try:
+            self._names = StoredNames(model, base)
+            self._names.write_back(self._trained(), [])
+        except UserError as error:
+            self._names = None
+            self.note = f"{WHOLE} will have MLX's names, and only the tensors that this run loads: {error}"
+
+    def write(self, folder: Path, options: Mapping[str, Any]) -> None:
+        """Write the present values into a folder, file by file, with the run's options for exports."""
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.replace_file(folder / WHOLE, self._write_weights)
+        write_rest(self._base, folder, self._config, self._ends)
+        write_picture_options(folder, options)
+        atomic_files.write(folder / RUN_OPTIONS, json.dumps(options, indent=4, sort_keys=True, default=str).encode())
+
+    def _write_weights(self, path: Path) -> None:
+        if self._names is None:
+            write_tensors(path, dict(plain_parameters(self._model)), {"format": "mlx"})
+        else:
+            headers = weight_headers(self._base).values()
+            write_tensors(path, self._stored_tensors(headers), next(iter(headers)).metadata)
+
+    def _stored_tensors(self, headers: Iterable[Header]) -> dict[str, mx.array | StoredTensor]:
+        """Return all tensors of the base with the trained values."""
+        assert self._names is not None
+        changes: Changes = {**self._names.write_back(self._trained(), [])}
+        tensors: dict[str, mx.array | StoredTensor] = {}
+        for header in headers:
+            tensors |= take_tensors(header, changes, tensors)
+        return tensors
+
+    def _trained(self) -> dict[str, mx.array]:
+        """The trained parameters, and the tables with new rows, by the names of the base's parameters."""
+        trained = arrays_of(self._model.trainable_parameters())
+        grown = tuple(f"{path}." for path in grown_tables(self._model))
+        parameters = plain_parameters(self._model)
+        return {name: array for name, array in parameters.items() if name in trained or name.startswith(grown)}
+
+
+def grown_config(model: nn.Module, base: Path) -> dict[str, Any]:
+    """Return the content of the base's config.json, with the rows that training added to the model."""
+    config = read_json(base / "config.json")
+    for table in grown_tables(model).values():
+        before = table.base["weight"].shape[0]
+        config = with_vocab_size(config, before, table.rows) if table.rows > before else config
+    return config
+
+
+def changes_from(base: Path, trained: Path) -> tuple[Changes, dict[str, Any]]:
+    """Return the tensors in which a trained checkpoint differs from its base of the same tensors, and its config."""
+    old, new = (
+        {name: tensor for header in weight_headers(path).values() for name, tensor in header.tensors.items()}
+        for path in (base, trained)
+    )
+    if old.keys() != new.keys():
+        strange = min(old.keys() ^ new.keys())
+        raise UserError(
+            f"{trained}: this whole model has not the tensors of {base}, such as {strange}. Give the model that was "
+            f"trained as --model; or use {trained} itself, as --model and without an adapter."
+        )
+    return {name: tensor for name, tensor in new.items() if not tensor.equals(old[name])}, read_json(
+        trained / "config.json"
+    )
+
+
+@dataclass
+class Merge:
+    """The result of a merge: its folder, the names of tensors with new values, and of those left out (scales and biases
+    of weights that are no longer quantised); the error of quantising merged matrices again, None where none was; and a
+    sentence on how pictures were prepared in training, where the checkpoint's files now say it.
+    """
+
+    path: Path
+    changed: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    rounding: Rounding | None = None
+    pictures: str | None = None
+
+
+def merge_checkpoint(
+    model_path: str | Path, adapter_path: str | Path, save_path: str | Path, dequantize: bool = False
+) -> Merge:
+    """Merge an adapter into its base checkpoint and write the result to a new folder.
+
+    The folder is written under another name and renamed when it is complete, so an error leaves no part of it.
+
+    Args:
+        model_path: The base checkpoint: a folder, or a name on the Hugging Face hub.
+        adapter_path: The folder of the adapter, or of a run that trained the whole model.
+        save_path: The folder to write. It must not exist or must be empty.
+        dequantize: Write all weights of a quantised base without quantisation. Otherwise merged weights are quantised
+            again as they were.
+
+    Returns:
+        The names of the tensors that changed, and the error of quantising them again.
+
+    Raises:
+        UserError: The adapter belongs to another model, the base's tensors cannot be written back, a merged weight is
+            not finite, the folder exists, or it cannot be written.
+
+    Example:
+        >>> merge_checkpoint("path/to/model", "adapters", "merged").changed
+    """
+    path, save_path = locate(model_path), Path(save_path)
+    if save_path.exists() and (not save_path.is_dir() or any(save_path.iterdir())):
+        raise UserError(f"{save_path}: this folder exists already; give the path of a new one for the merged model.")
+    headers = weight_headers(path)
+    changes, config, rounding = _changes(path, Path(adapter_path), dequantize)
+    merge = Merge(
+        save_path,
+        [name for name, value in changes.items() if value is not None],
+        [name for name, value in changes.items() if value is None],
+        rounding,
+    )
+    temporary = save_path.parent / f".{save_path.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        write_weights(path, temporary, headers, changes)
+        write_rest(path, temporary, config, unwritten_ends(path))
+        merge.pictures = write_picture_options(temporary, options_of(Path(adapter_path)))
+        if save_path.exists():
+            save_path.rmdir()
+        os.rename(temporary, save_path)
+    except OSError as error:
+        raise UserError(f"{save_path}: the merged model cannot be written ({error.strerror or error}).") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return merge
+
+
+def _changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[Changes, dict[str, Any], Rounding | None]:
+    """({name in the base's files: its new value, or None to remove it}, the new config.json, the rounding).
+
+    Values are lazy and take no memory yet.
+    """
+    if is_trained_checkpoint(adapter_path):
+        if dequantize:
+            raise UserError(
+                f"--dequantize writes merged weights without quantisation, and {adapter_path} holds a whole model: "
+                f"mlx_lm.convert --hf-path {adapter_path} --dequantize does that."
+            )
+        return *changes_from(path, adapter_path), None
+    rounding = _measure_rounding(path, adapter_path, dequantize)
+    return *_merged_changes(path, adapter_path, dequantize), rounding
+
+
+def _merged_changes(path: Path, adapter_path: Path, dequantize: bool) -> tuple[Changes, dict[str, Any]]:
+    model = load_base(path, adapter_path)
+    names = StoredNames(model, path)
+    before = arrays_of(model.parameters())
+    load_adapters(model, adapter_path)
+    new: dict[str, mx.array] = {}
+    removed: list[str] = []
+    adapted, grown = adapters(model), grown_tables(model)
+    for name, adapter in adapted.items():
+        _collect(name, _base(adapter), adapter.fuse(dequantize=dequantize), new, removed)
+    for name, table in grown.items():
+        _collect(name, table.base, table.plain(dequantize=dequantize), new, removed)
+    replaced = tuple(f"{name}." for name in (*adapted, *grown))
+    if not adapted:
+        # The adapter folder holds whole weights, of a model that was trained without adapters.
+        after = {name: array for name, array in arrays_of(model.parameters()).items() if not name.startswith(replaced)}
+        new |= {name: after[name] for name in after if after[name] is not before[name]}
+    if dequantize:
+        for name, module in model.named_modules():
+            if is_quantized(module) and not name.startswith(replaced):
+                new[f"{name}.weight"] = dense_weight(module)
+                packing = ("scales", "biases", "global_scale", *OUTPUT_SCALES)
+                removed += [f"{name}.{key}" for key in packing if module.get(key) is not None]
+    config = grown_config(model, path)
+    for part in (config, config.get("text_config") or {}) if dequantize else ():
+        for key in QUANTISATION_KEYS:
+            part.pop(key, None)
+    return {**names.write_back(new, removed)}, config
+
+
+def _measure_rounding(path: Path, adapter_path: Path, dequantize: bool) -> Rounding | None:
+    """Compute every merged matrix once, and return the error of quantising them again; None where none is quantised.
+    UserError for a matrix that is not finite.
+    """
+    # A computed array stays in memory as long as its module, so each module is emptied here, in a model of its own.
+    model = load_base(path, adapter_path)
+    load_adapters(model, adapter_path)
+    rounding = Rounding()
+    for name, adapter in adapters(model).items():
+        base = _base(adapter)
+        fused = adapter.fuse(dequantize=dequantize)
+        if not is_finite(dense_weight(fused)):
+            raise UserError(
+                f"{name}: its weight would hold NaN or infinity after the merge. Where the model alone gives a finite "
+                "loss (deltatune eval), the sum is too large for its type: train again with a smaller scale."
+            )
+        if isinstance(adapter, Adapter) and is_quantized(base) and not dequantize:
+            rounding.add(name, adapter, fused)
+        base.clear()
+    return rounding if rounding.errors else None
+
+
+def _base(adapter: nn.Module) -> nn.Module:
+    return adapter["linear"] if "linear" in adapter else adapter["embedding"]
+
+
+def _collect(name: str, base: nn.Module, fused: nn.Module, new: dict[str, mx.array], removed: list[str]) -> None:
+    """Add the tensors in which `fused` differs from `base` to `new`, and the names of those it lacks to `removed`."""
+    before, after = arrays_of(base.parameters()), arrays_of(fused.parameters())
+    new.update({f"{name}.{key}": value for key, value in after.items() if value is not before.get(key)})
+    removed += [f"{name}.{key}" for key in before if key not in after]

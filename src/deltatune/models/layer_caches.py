@@ -41,10 +41,9 @@ def repeat_row(caches: Sequence[Any], rows: int) -> None:
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
     """Return the carry of each layer of describe(); None for a layer that runs on whole rows only.
 
-    mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
-    returns its rows alone, is seen in a forward pass without an evaluation. A layer that decodes without one carries
-    nothing: its tokens do not see one another. Layers of mlx-vlm take positions besides, windows and Mamba's first kind
-    have caches of other kinds, and layers that share keys and values have one between them, so they run on whole rows.
+    Which cache a layer is given in decoding, and whether it returns its rows alone, is seen in a forward pass without
+    an evaluation; a layer that decodes without one carries nothing. Layers of mlx-vlm take positions besides, windows
+    and Mamba's first kind have caches of other kinds, and shared keys and values belong to several layers.
     """
     if not type(model).__module__.startswith("mlx_lm."):
         return [None] * len(layers)
@@ -100,15 +99,14 @@ def _carry(layer: LayerInfo, cache: object) -> Carry | None:
         carry = _carry(layer, cache.caches[0])
         return carry and Carry(carry.states, attends=True)
     if type(cache) is ArraysCache:
-        known = layer.kind == "delta" or any(map(_is_linear, layer.module.modules()))
+        # A recurrence is that of Mamba-2, or of Lightning attention by the code beside its class.
+        known = layer.kind == "delta" or any(
+            is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING)
+            for module in layer.module.modules()
+        )
         return Carry(len(cache.cache)) if known else None
     if layer.kind != "attention" or type(cache) is not KVCache:
         return None
     # The patch of latent attention serves whole rows alone.
     latent = any(name.startswith("kv_a_proj") for module in layer.module.modules() for name in module.children())
     return Carry(attends=True, packed=not latent)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a recurrence is that of Mamba-2, or of Lightning attention by the code beside its class."""
-    return is_state_space(module) or hasattr(sys.modules[type(module).__module__], LIGHTNING)

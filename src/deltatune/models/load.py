@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from ..machine.json_files import read_json
 from ..ops.experts.tiles import needs_whole_matrices
 from ..ops.functional import arrays_of, is_floating
 from ..ops.random_state import drawing_from
+from ..options.values import refuse_address
 from ..patches import left_alone_for, refuse
-from ..patches.tables.sorted_rows import without_gaps
+from ..patches.tables.products import without_gaps
 from .checkpoint_files import (
     check_config,
     check_dense,
@@ -40,7 +42,7 @@ from .checkpoint_files import (
     processor_template,
     weight_headers,
 )
-from .scaled_positions import check_scaling, set_yarn
+from .known_faults import check_scaling, set_yarn
 from .transformers_configs import (
     BUILD_ERRORS,
     as_written,
@@ -51,7 +53,6 @@ from .transformers_configs import (
     with_known_type,
     with_released_names,
 )
-from .vision import load as vision_load
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -94,45 +95,68 @@ def load(
     path = locate(path_or_name)
     if from_scratch:
         check_dense(path)
-    if image is not None:
-        return _load_vision(path, trust_remote_code, lazy, seed if from_scratch else None, image)
-    config = read_config(path, trust_remote_code)
+    if image is None:
+        config = read_config(path, trust_remote_code)
+    else:
+        config = vision_config(path, f"{image}: has an image", trust_remote_code)
     check_tokenizer(path)
     if from_scratch:
-        model = new_model(config, seed, lazy=lazy)
-    else:
+        model = new_model(config, seed, lazy=lazy, vision=image is not None)
+    elif image is None:
         model, config = load_model(path, trust_remote_code=trust_remote_code, lazy=lazy)
-    tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
-    return Loaded(model, tokenizer, config, path)
-
-
-def _load_vision(path: Path, trust_remote_code: bool, lazy: bool, seed: int | None, image: str) -> Loaded:
-    """load() through mlx-vlm. With a `seed`, weights are random, and none are read."""
-    config = _vision_config(path, f"{image}: has an image", trust_remote_code)
-    check_tokenizer(path)
-    if seed is not None:
-        model = vision_load.new_vision_model(config, seed, lazy=lazy)
     else:
-        model = _vision_model(path, config, lazy)
+        model = load_vision_model(path, config, lazy)
     tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code)
-    processor = vision_load.load_processor(path, config, trust_remote_code)
+    processor = None if image is None else load_processor(path, config, trust_remote_code)
     return Loaded(model, tokenizer, config, path, processor)
+
+
+def vision_config(path: Path, why: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Read config.json of a model with a vision tower that mlx-vlm knows; else UserError, which begins with `why`."""
+    config = plain_config(path, trust_remote_code)
+    if not config.get("vision_config"):
+        raise UserError(
+            f"{why}, and model {path} ({config.get('model_type')}) has no vision tower (no "
+            "vision_config in its config.json); leave the images out, or choose a model with a vision tower."
+        )
+    if importlib.util.find_spec("mlx_vlm") is None:
+        raise UserError(f"{why}, which needs mlx-vlm, and mlx-vlm is not installed: pip install 'deltatune[vision]'.")
+    architecture(config)
+    return config
+
+
+def load_vision_model(path: Path, config: dict[str, Any], lazy: bool) -> nn.Module:
+    """Load the model of a checkpoint folder through mlx-vlm. With `lazy`, weights stay on the disk until used."""
+    from mlx_vlm import utils
+
+    weight_headers(path)
+    module = architecture(config)
+    original = module.Model
+    options = module.ModelConfig
+
+    class Options(options):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_dict(cls, params: dict[str, Any]) -> Any:
+            # mlx-vlm reads the text part from the same dictionary afterwards.
+            params.update(completed(params))
+            return options.from_dict(params)
+
+    module.Model = checked(original, path)
+    module.ModelConfig = Options
+    refusing = refusing_config(f"model {path}: mlx-vlm cannot build a model from its config.json")
+    try:
+        with refusing, only_chosen(path) as folder:
+            model = utils.load_model(folder, lazy=lazy)
+    finally:
+        module.Model = original
+        module.ModelConfig = options
+    model.__class__ = original
+    return model
 
 
 def load_vision_tower(path: Path, why: str = "the adapter is for a vision tower") -> nn.Module:
     """Load a checkpoint's model through mlx-vlm, lazily; messages begin with `why`, a clause with the reason."""
-    return _vision_model(path, _vision_config(path, why), lazy=True)
-
-
-def _vision_config(path: Path, why: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    config = plain_config(path, trust_remote_code)
-    vision_load.check_vision(config, path, why)
-    return config
-
-
-def _vision_model(path: Path, config: dict[str, Any], lazy: bool) -> nn.Module:
-    weight_headers(path)
-    return vision_load.load_vision_model(path, config, lambda kind: checked(kind, path), lazy)
+    return load_vision_model(path, vision_config(path, why), lazy=True)
 
 
 def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
@@ -142,15 +166,14 @@ def load_for_data(path: Path) -> tuple[dict[str, nn.Module], list[str]]:
     """
     models: dict[str, nn.Module] = {}
     errors: list[UserError] = []
+    loaders: dict[str, Callable[[], nn.Module]] = {"text": lambda: load_model(path, lazy=True)[0]}
     if plain_config(path, trust_remote_code=False).get("vision_config"):
+        loaders = {"images": lambda: load_vision_tower(path, "its config.json has a vision tower")} | loaders
+    for data, load_it in loaders.items():
         try:
-            models["images"] = load_vision_tower(path, "its config.json has a vision tower")
+            models[data] = load_it()
         except UserError as error:
             errors.append(error)
-    try:
-        models["text"] = load_model(path, lazy=True)[0]
-    except UserError as error:
-        errors.append(error)
     if not models:
         raise errors[-1]
     return models, [str(error) for error in errors]
@@ -164,10 +187,9 @@ def locate(path_or_name: str | Path | None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(
-            f"model {path}: this is a file; expected the folder that holds config.json and model*.safetensors."
-        )
+        raise UserError(f"model {path}: this is a file; expected the folder of config.json and model*.safetensors.")
     name = str(path_or_name)
+    refuse_address(name, f"model {name}")
     if isinstance(path_or_name, Path) or not _may_be_hub_name(name):
         raise UserError(f"model {name}: no such directory, and not a hub name of the form owner/model.")
     try:
@@ -264,21 +286,60 @@ def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: boo
         raise UserError(f"tokenizer {path}: cannot be loaded: {reason(error)}") from error
 
 
-def new_model(config: dict[str, Any] | str | Path, seed: int = 0, *, lazy: bool = False) -> nn.Module:
+def load_processor(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
+    """Load a checkpoint's processor, with its `image_processor`, which cuts images into patches, through mlx-vlm."""
+    from mlx_vlm import utils
+
+    architecture(config)  # Imports the module, which registers mlx-vlm's processors; they need no torch.
+    files = ("preprocessor_config.json", "processor_config.json")
+    present = [name for name in (*files, "video_preprocessor_config.json") if (path / name).is_file()]
+    if not set(files) & set(present):
+        raise UserError(f"processor {path}: neither {files[0]} nor {files[1]} in it; copy the original model's.")
+    for name in present:
+        read_json(path / name)
+    try:
+        processor = utils.load_processor(
+            path, eos_token_ids=config.get("eos_token_id"), trust_remote_code=trust_remote_code
+        )
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"processor {path}: {needs_torch(error) or f'cannot be loaded: {reason(error)}'}") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise UserError(f"processor {path}: it has no image processor.")
+    return processor
+
+
+def needs_torch(error: BaseException) -> str | None:
+    """Return the packages to install if `error` says that a processor needs PyTorch, in words; else None."""
+    text = " ".join(str(error).split())
+    if "torch" not in text.lower():
+        return None
+    first = text.split(". ")[0].rstrip(".")
+    return (
+        f"it needs PyTorch ({first}). Either pip install torch torchvision, or install a version of mlx-vlm that has a "
+        "processor of its own for this model (0.7 has one for Qwen3-VL and Qwen3.5)."
+    )
+
+
+def new_model(
+    config: dict[str, Any] | str | Path, seed: int = 0, *, lazy: bool = False, vision: bool = False
+) -> nn.Module:
     """Build a model with random weights, in inference mode, of a config's content or of the checkpoint that holds it.
 
-    `seed` seeds MLX's global random state, from which the weights are drawn, when they are used if `lazy`.
+    `seed` seeds MLX's global random state, from which the weights are drawn, when they are used if `lazy`. The model is
+    mlx-vlm's with its tower for `vision`, else mlx-lm's.
     """
     if not isinstance(config, dict):
         config = read_config(locate(config))
-    _classes(config)
-    with refusing_config("config.json: mlx-lm cannot build a model from it"):
+    (architecture if vision else _classes)(config)
+    with refusing_config(f"config.json: {'mlx-vlm' if vision else 'mlx-lm'} cannot build a model from it"):
         complete = completed(config)
-        check_options(config)
-        check_scaling(complete, _built)
+        if not vision:
+            check_options(config)
+            check_scaling(complete, _built)
         mx.random.seed(seed)
-        model = _built(complete)
-        set_yarn(config, model)
+        model = (build_vision if vision else _built)(complete)
+        if not vision:
+            set_yarn(config, model)
     if not lazy:
         mx.eval(model.parameters())
     model.eval()
@@ -289,6 +350,32 @@ def _built(complete: Mapping[str, Any]) -> nn.Module:
     """mlx-lm's model of a completed config, with random weights."""
     model_class, arguments_class = _classes(dict(complete))
     return model_class(arguments_class.from_dict(copy.deepcopy(dict(complete))))
+
+
+def build_vision(complete: Mapping[str, Any]) -> nn.Module:
+    """Build mlx-vlm's model of a completed config. In some versions the caller has to make the nested configs."""
+    from mlx_vlm.utils import update_module_configs
+
+    module = architecture(dict(complete))
+    config = copy.deepcopy(dict(complete))
+    return module.Model(update_module_configs(module.ModelConfig.from_dict(config), module, config, ["text", "vision"]))
+
+
+def architecture(config: dict[str, Any]) -> Any:
+    """mlx-vlm's module for the model of a config. UserError if it has none."""
+    import mlx_vlm
+    from mlx_vlm.utils import get_model_and_args
+
+    try:
+        module = get_model_and_args(config)[0]
+        if not hasattr(module, "Model"):
+            raise ValueError(f"{module.__name__} is no model")
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"config.json: model_type {config.get('model_type')!r} is of a kind that mlx-vlm {mlx_vlm.__version__} "
+            f"cannot load: {error}"
+        ) from error
+    return module
 
 
 def _classes(config: dict[str, Any]) -> tuple[type, Any]:
@@ -321,7 +408,7 @@ def refuse_unserved(
     if config.get("model_file"):
         return
     try:
-        module: Any = _classes(config) if image is None else vision_load.architecture(config)
+        (_classes if image is None else architecture)(config)
     except UserError:
         return
     report = left_alone_for(uses)
@@ -329,7 +416,7 @@ def refuse_unserved(
         return
     try:
         with drawing_from(mx.random.key(0)):
-            model = _built(completed(config)) if image is None else vision_load.build(module, config)
+            model = (_built if image is None else build_vision)(completed(config))
     except BUILD_ERRORS:
         return
     refuse(report, model, uses)

@@ -20,12 +20,11 @@ import numpy as np
 
 from ..errors import UserError
 from ..lora.select import MTP
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 from ..ops.functional import is_floating
+from .adapted_base import head_sanitizer
 from .checkpoint_files import weight_files
-from .mtp import head_sanitizer
 from .transformers_configs import with_joined_experts, with_released_names
-from .vision.load import sanitizer
 from .vision.split import has_vision
 
 Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
@@ -200,26 +199,22 @@ def _lazy_tensors(path: Path) -> dict[str, mx.array]:
 
 
 def _sanitize(model: nn.Module, path: Path) -> Sanitize:
-    """The function that makes the parameters of a model of stored tensors, and does not change its argument."""
-    if has_vision(model):
-        return sanitizer(model)
-    sanitize = _repeatable(model) if hasattr(model, "sanitize") else dict
-    if MTP not in model:
-        return sanitize
-    of_head = head_sanitizer(path)
-    return lambda tensors: {**sanitize(tensors), **of_head(tensors)}
+    """The function that makes the parameters of a model of stored tensors, to call any number of times.
 
-
-def _repeatable(model: nn.Module) -> Sanitize:
-    """The model's `sanitize` as a function to call any number of times.
-
-    Gemma 3's removes the output head, where it is tied, from the model itself, and a second call would not find it.
+    Some `sanitize` methods change the arrays that they are given.
     """
+    parts = [model, model.vision_tower, model.language_model] if has_vision(model) else [model]
+    parts = [part for part in parts if hasattr(part, "sanitize")]
+    of_head = head_sanitizer(path) if MTP in model else lambda _: {}
 
     def sanitize(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-        stand_in: Any = copy.copy(model)
-        stand_in.setdefault("lm_head", None)
-        return with_joined_experts(stand_in.sanitize(with_released_names(tensors)))
+        parameters = with_released_names(tensors) if parts else tensors
+        for part in parts:
+            # Gemma 3's removes the output head, where it is tied, from the model itself, and would miss it afterwards.
+            stand_in: Any = copy.copy(part)
+            stand_in.setdefault("lm_head", None)
+            parameters = stand_in.sanitize(parameters)
+        return {**(with_joined_experts(parameters) if parts else parameters), **of_head(tensors)}
 
     return sanitize
 

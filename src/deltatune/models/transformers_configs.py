@@ -88,7 +88,9 @@ def completed(config: Config) -> dict[str, Any]:
     `head_dim`, and nemotron_h's `time_step_limit`. UserError for positions of sliding windows that mlx-lm's model
     cannot scale.
     """
-    by_transformers = _saved_by_transformers_5(config)
+    version = re.match(r"\d+", str(config.get("transformers_version")))
+    # A key that such a file leaves out has the default of transformers' class.
+    by_transformers = version is not None and int(version[0]) >= 5
     native = _native(config)
     fields = _fields(config)
     text = config.get("text_config")
@@ -156,12 +158,6 @@ def _is_bailing(config: Config) -> bool:
     return config.get("model_type") == "bailing_hybrid" and "linear_head_dim" in config
 
 
-def _saved_by_transformers_5(config: Config) -> bool:
-    """Whether a key that the file leaves out has the default of transformers' class."""
-    version = re.match(r"\d+", str(config.get("transformers_version")))
-    return version is not None and int(version[0]) >= 5
-
-
 def _native(config: Config) -> Any:
     """Transformers' own config object, to read, or None where its class does not know the model or refuses the keys."""
     return _native_of(json.dumps(config))
@@ -215,7 +211,7 @@ def _part(
         field = None if fields is None else fields.get(name)
         if name in values and (by_transformers or name in renamed):
             complete[name] = copy.deepcopy(values[name])
-        elif by_transformers and field is not None and _is_required(field) and "Optional" in str(field.type):
+        elif by_transformers and field is not None and "Optional" in str(field.type) and _is_required(field):
             complete[name] = None
     if complete.get("position_embedding_type", "") is None:
         # Granite's hybrids without rotary positions; mlx-lm takes every other value for rotary ones.

@@ -66,16 +66,14 @@ TRAINING: Conditions = {
     "label_smoothing": (
         "with loss: dpo, simpo or cpo, and loss_variant: sigmoid or robust",
         lambda c, f: c.loss in ("dpo", "simpo", "cpo") and c.loss_variant in (None, "sigmoid", "robust")),
-    "shuffle_buffer": ("with streaming", lambda c, f: c.streaming),
     "project_name": ("with report_to", lambda c, f: c.report_to),
     "test_batches": ("with test", lambda c, f: c.test),
     "val_split": ("where val_batches is not 0, and without streaming", lambda c, f: c.val_batches and not c.streaming),
     "early_stopping": ("where val_batches is not 0", lambda c, f: c.val_batches),
     "steps_per_eval": (
-        "where val_batches is not 0, or for sample_prompts without steps_per_sample",
-        lambda c, f: c.val_batches or (c.sample_prompts and not c.steps_per_sample)),
+        "where val_batches is not 0, or with sample_prompts", lambda c, f: c.val_batches or c.sample_prompts),
     "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
-    "steps_per_sample sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
+    "sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
     "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
     "learning_rate lr_schedule warmup loraplus_lr_ratio": (
         "where adafactor has relative_step: false, and does not make its own rate", lambda c, f: not _makes_rate(c)),
@@ -85,8 +83,6 @@ TRAINING: Conditions = {
     "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: c.lr_schedule.get("warmup")),
     "rank rank_pattern scale alpha dropout keys exclude rslora init loraplus_lr_ratio resume_adapter_file keep": (
         "where adapters train, not with fine_tune_type: full or from_scratch", lambda c, f: _adapts(c)),
-    "decay_norm_and_bias": (
-        "with fine_tune_type: full, since norms and biases do not train with adapters", lambda c, f: not _adapts(c)),
     "num_layers": (
         "without from_scratch, which trains all layers, and without layers, which names them",
         lambda c, f: not c.from_scratch and c.lora_parameters.layers is None),

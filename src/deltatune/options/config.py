@@ -5,16 +5,54 @@ Names are those of `mlx_lm.lora` for every option that it has; docs/guides/from-
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from ..errors import UserError
-from .chat_template import checked_options
-from .data_in_memory import DataInMemory
-from .values import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, Range, build, fix, nearest, option, unknown_names
+from .values import (
+    COUNT,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    build,
+    checked_options,
+    fix,
+    nearest,
+    option,
+    unknown_names,
+)
 from .yaml_files import read_yaml
+
+
+class DataInMemory(str):
+    """The name of rows in memory, for messages and saved options, with the rows.
+
+    `splits` holds, by the name of a split, the words with which messages name its rows, and the rows: a list, or a data
+    set of the datasets library.
+    """
+
+    splits: dict[str, tuple[str, Any]]
+
+    @classmethod
+    def of(cls, data: Iterable[Any] | Mapping[str, Iterable[Any]]) -> DataInMemory:
+        """Take training rows, or a mapping such as {"train": rows, "valid": rows}."""
+        made = cls("data in memory")
+        splits = {"train": ("data", data)}
+        if isinstance(data, Mapping):
+            splits = {name: (f"data[{name!r}]", rows) for name, rows in data.items()}
+        # A data set is read where it is; another iterator could be read only once.
+        made.splits = {
+            name: (label, rows if hasattr(rows, "__getitem__") else [*rows]) for name, (label, rows) in splits.items()
+        }
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        # Saved options hold the name alone.
+        return str(self)
+
 
 __all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
@@ -259,9 +297,6 @@ class TrainConfig:
     loraplus_lr_ratio: float | None = _optimizer(
         None, "factor of the learning rate of the B matrices (LoRA+)", range=POSITIVE
     )
-    decay_norm_and_bias: bool = _optimizer(
-        False, "let the optimizer's weight decay take norms, biases and A_log, too, in full fine-tuning"
-    )
     lr_schedule: dict[str, Any] | str = _optimizer(
         "cosine",
         "course of the learning rate over the run: constant, or falling to 0 by a cosine or linearly. A file may give "
@@ -353,11 +388,6 @@ class TrainConfig:
         "read and tokenise the training data while training, so that it need not fit in memory; validation and "
         "test read no more rows than they evaluate",
     )
-    shuffle_buffer: int = _data(
-        1000,
-        "number of rows that streaming reads at a time; these are shuffled, and packed with one another",
-        range=COUNT,
-    )
     pack: bool = _data(
         False, "put several documents into a row; attention, recurrence and convolution do not cross between them"
     )
@@ -370,7 +400,9 @@ class TrainConfig:
         500, "number of batches in the test; -1 takes the whole test set", range=Range(least=1, also=(-1,))
     )
     steps_per_report: int = _save(10, "number of iterations between reports of the training loss", range=COUNT)
-    steps_per_eval: int = _run(200, "number of iterations between evaluations", range=COUNT)
+    steps_per_eval: int = _run(
+        200, "number of iterations between evaluations, and between answers to sample_prompts", range=COUNT
+    )
     save_every: int = _save(100, "number of iterations between saves", range=COUNT)
     keep: int | None = _save(
         None, "number of numbered copies of the adapters to keep, the newest; default: all", range=NOT_NEGATIVE
@@ -379,9 +411,6 @@ class TrainConfig:
         list,
         "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
         "the prompts, chats or texts in the rows of that file",
-    )
-    steps_per_sample: int | None = _save(
-        None, "number of iterations between two answers to sample_prompts; default: steps_per_eval", range=COUNT
     )
     sample_max_tokens: int = _save(100, "largest number of tokens in an answer to sample_prompts", range=COUNT)
     early_stopping: int | None = _run(
@@ -553,7 +582,3 @@ class TrainConfig:
             )
         if self.epochs is not None:
             raise UserError("streaming: the length of the data is not known, so epochs cannot be counted; give iters.")
-        if self.shuffle_buffer < self.batch_size:
-            raise UserError(
-                f"shuffle_buffer: expected at least batch_size, which is {self.batch_size}, got {self.shuffle_buffer}."
-            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from ..errors import UserError
 from .conditions import ANSWERS, TASKS, refuse_unread_flags
 from .values import COUNT, NOT_NEGATIVE, POSITIVE, Range, fix, option
 
@@ -60,7 +61,13 @@ class AnswerOptions:
 class GenerateOptions(AnswerOptions):
     """The options of `generate`; an AnswerOptions checks them."""
 
-    prompt: str = _answer(dataclasses.MISSING, "the user's message; - reads it from standard input", short="-p")
+    prompt: str = _answer(
+        dataclasses.MISSING,
+        "the user's message; - reads it from standard input; it may be empty beside --image or --video, as behind the "
+        "pictures of captions",
+        short="-p",
+        empty=True,
+    )
     prefill_response: str | None = _answer(None, "text with which the answer begins", empty=True)
     ignore_chat_template: bool = _answer(False, "give the prompt to the model without a chat template")
     image: tuple[str, ...] = _answer(
@@ -76,6 +83,11 @@ class GenerateOptions(AnswerOptions):
         None, "largest number of frames to take from --video; default: as for pixels", range=Range(least=2)
     )
     verbose: bool = _answer(True, "whether to print speeds after the answer: true or false", flag=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.prompt.strip() or self.image or self.video):
+            raise UserError(f"--prompt: expected text in UTF-8 that is not empty, got {self.prompt!r}.")
 
 
 @dataclasses.dataclass(frozen=True)

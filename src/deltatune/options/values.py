@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import numbers
 import os
 import re
 import reprlib
+import shlex
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -22,7 +25,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError
-from .other_names import NO_OPTION, option_meant, plain
+from .other_names import answer_to, option_meant
 
 # Where a range has no largest number of its own: MLX counts in 32 bits, and computes in fp32.
 _MOST_INT = 2**31 - 1
@@ -129,6 +132,16 @@ def short(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
+_SINGULAR = {"are": "is", "were": "was", "have": "has"}
+
+
+def agreeing(count: int, words: str) -> str:
+    """Return words that are written for several things, such as `rows have`, as they are for one, if `count` is 1."""
+    if count != 1:
+        return words
+    return " ".join(_SINGULAR.get(word) or (word[:-1] if word.endswith("s") else f"{word}s") for word in words.split())
+
+
 # One of these is among the known words where an option or its value is meant, and no column of data.
 _OF_OPTIONS = {"--model", "model", "lora", "sft"}
 
@@ -139,13 +152,34 @@ def nearest(word: str, known: list[str]) -> str:
     The dashes before a flag do not count, since they make any two short flags alike. The name that another trainer has
     for an option is close to ours.
     """
-    if plain(word) in NO_OPTION and _OF_OPTIONS & {*known}:
-        return f" ({NO_OPTION[plain(word)]})"
     if meant := option_meant(word, known):
         return f" (did you mean {meant!r}?)"
+    if _OF_OPTIONS & {*known} and (answer := answer_to(word)):
+        return f" ({answer})"
+    if word.startswith("--no-") and f"--{word[5:]}" in known:
+        return f" (leave --{word[5:]} out)"
     by_name = {name.lstrip("-"): name for name in known}
-    closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.6)
+    closest = [name for name in by_name if name.startswith(word.lstrip("-"))]
+    if len(closest) != 1:
+        closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.7)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON, as `object_pairs_hook`; UserError for a key that is there twice, where json drops one."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise UserError(f"the key {short(repeated)} stands there twice; keep one of the two.")
+    return made
+
+
+def refuse_address(text: str, where: str) -> None:
+    """Raise UserError for an address, such as https://huggingface.co/OWNER/MODEL, where a folder or a name is meant."""
+    if "://" in text:
+        name = re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)", text)
+        remedy = f"give the name on the hub, {name[1]}" if name else "download it, and give the folder"
+        raise UserError(f"{where}: this is the address of a page; {remedy}.")
 
 
 def fix(instance: Any) -> None:
@@ -227,7 +261,8 @@ def checked(value: Any, hint: Any, metadata: Mapping[str, Any], name: str) -> An
     scalar = _scalar(value, outer, metadata)
     if scalar is None:
         before = {bool: "true, false or ", dict: "a mapping or "}
-        hint = f" ({NO_OPTION[value]})" if isinstance(value, str) and value in NO_OPTION else ""
+        answer = answer_to(value) if isinstance(value, str) else None
+        hint = f" ({answer})" if answer else ""
         words = "".join(before[typing.get_origin(other) or other] for other in others)
         raise UserError(f"{name}: expected {words}{_expected(value, outer, metadata)}, got {short(value)}{hint}.")
     if metadata.get("range") and metadata["range"].size and 0 < scalar < _LEAST_SIZE:
@@ -300,3 +335,49 @@ def fields_of(cls: type) -> Mapping[str, tuple[Any, Mapping[str, Any]]]:
     """The type and the metadata of each field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: (hints[field.name], field.metadata) for field in dataclasses.fields(cls)}
+
+
+THINKING = "enable_thinking"
+# Arguments of transformers' apply_chat_template that deltatune sets, or that would change its result.
+_OWN = {
+    "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "messages",
+}  # fmt: skip
+# Arguments that a single prompt may set, and rows of data have otherwise.
+_OF_PROMPTS = {"tools", "chat_template"}
+
+
+def checked_options(options: Any, where: str, *, prompt: bool = False) -> dict[str, Any]:
+    """Return variables of a chat template, by name, after a check; one `prompt` may set tools and the template, too.
+
+    A UserError refuses other things than a mapping, values that JSON lacks, and arguments that deltatune sets itself.
+    """
+    if not isinstance(options, Mapping):
+        raise UserError(f"{where}: expected a JSON object, got {short(options)}.")
+    names = [name for name in options if not isinstance(name, str)]
+    if names:
+        raise UserError(f"{where}: expected names of variables, got {short(names[0])}.")
+    if refused := options.keys() & (_OWN if prompt else _OWN | _OF_PROMPTS):
+        raise UserError(f"{where}: {min(refused)!r} is set by this command; leave it out.")
+    if not isinstance(options.get(THINKING, True), bool):
+        raise UserError(f"{where}: {THINKING}: expected true or false, got {short(options[THINKING])}.")
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: expected values of JSON ({error}), got {short(dict(options))}.") from error
+    return dict(options)
+
+
+def parsed_options(text: str, where: str, *, prompt: bool = False) -> dict[str, Any]:
+    """Return the variables that a JSON text holds, checked as by checked_options."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{where}: not JSON ({error}); give an object such as {{"{THINKING}": false}}.') from error
+    return checked_options(options, where, prompt=prompt)
+
+
+def written_options(options: Mapping[str, Any]) -> str:
+    """Return variables as a flag to be pasted into a shell: --chat-template-config '{...}'."""
+    return f"--chat-template-config {shlex.quote(json.dumps(dict(options)))}"

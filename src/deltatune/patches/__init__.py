@@ -11,29 +11,23 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from ..layers import gated_delta_layers, is_gated_delta
+from ..layers import gated_delta_layers
 from ..machine import backend
 from . import patch
 from .patch_record import ALWAYS, INFERENCE, PACKING, TRAINING, Patch
-from .patch_report import PatchReport, PatchWarning, refuse
+from .patch_report import PatchReport, PatchWarning, explain, refuse, serving
 from .recurrence import served
 from .tables import (
-    activations,
     attention,
     delta_layers,
     experts,
-    latent_attention,
     mlx_lm,
     mlx_vlm,
     one_row_products,
     pointwise,
     products,
-    residual_norms,
-    residual_weights,
-    sorted_rows,
     state_space,
 )
-from .verify import explain, serving
 
 __all__ = [
     "ALWAYS",
@@ -44,8 +38,6 @@ __all__ = [
     "Patch",
     "PatchReport",
     "PatchWarning",
-    "gated_delta_layers",
-    "is_gated_delta",
     "left_alone_for",
     "patched",
     "refuse",
@@ -60,29 +52,29 @@ PATCHES: tuple[Patch, ...] = (
     *mlx_vlm.PATCHES,
     *state_space.PATCHES,
     *experts.PATCHES,
-    *residual_weights.PATCHES,
+    *mlx_lm.RESIDUAL_WEIGHTS,
     *attention.PATCHES,
-    *latent_attention.PATCHES,
+    *attention.LATENT,
     *products.PACKED,
 )
 
 # Further patches, applied only where MLX computes on an NVIDIA GPU, on an Apple GPU, or on a CPU.
 ON_CUDA: tuple[Patch, ...] = (
-    *activations.PATCHES,
+    *pointwise.ACTIVATIONS,
     *pointwise.PATCHES,
     pointwise.ATTENTION,
     *delta_layers.PATCHES,
-    *residual_norms.PATCHES,
-    *sorted_rows.ON_CUDA,
-    *sorted_rows.PATCHES,
+    *pointwise.NORMS,
+    *products.WITHOUT_GAPS,
+    *products.SORTED_ROWS,
 )
 ON_METAL: tuple[Patch, ...] = (
     *delta_layers.PATCHES,
-    *activations.PATCHES,
-    *activations.OF_MLX_VLM,
-    residual_norms.NORM,
+    *pointwise.ACTIVATIONS,
+    *pointwise.ACTIVATIONS_OF_MLX_VLM,
+    pointwise.NORM,
     pointwise.ATTENTION,
-    *sorted_rows.PATCHES,
+    *products.SORTED_ROWS,
 )
 ON_CPU: tuple[Patch, ...] = products.NARROW
 
@@ -158,7 +150,9 @@ def patched(
         if model is not None and TRAINING in uses:
             layers = gated_delta_layers(model)
             report.serving = serving(model, rows)
-            report.unreached += [explain(path, layers[path]) for path, serves in report.layers.items() if not serves]
+            report.unreached += [
+                explain(path, layers[path]) for path, serves in report.serving.delta.items() if not serves
+            ]
         if model is not None and strict:
             refuse(report, model, uses)
         patch.warn(report)

@@ -1,7 +1,8 @@
-"""Finds the record that fits the installed function, of any version: by its signature and its check.
+"""Finds the record that fits the installed function, of any version, and the modules that hold that function.
 
-A passed check is remembered in the cache folder, by the text of the function's modules, of MLX, of deltatune and of the
-machine. So a second start asks nothing.
+Its signature and its check decide. A passed check is remembered in the cache folder, by the text of the function's
+modules, of MLX, of deltatune and of the machine, so that a second start asks nothing. Modules that write `from package
+import function` hold the function itself. deltatune's own modules are never changed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import json
 import logging
 import platform
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,10 +30,130 @@ from ..machine.compiling import not_compiled
 from ..ops import IMPLEMENTATIONS
 from ..ops.operator import candidates
 from ..ops.random_state import drawing_from
-from . import callers
-from .holders import attribute_of, defined_function, owner_of
-from .patch_record import SETTLED, Function, Patch
-from .versions import contains, installed, latest
+from .patch_record import SETTLED, Function, Patch, installed
+from .whole_rows import noting_calls
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+# Many of all loaded names are theirs, and they know nothing of MLX.
+_UNRELATED = {"numpy", "pandas", "pyarrow", "matplotlib", "transformers", "huggingface_hub"}
+
+
+class LoadedModules:
+    """Every loaded module that may know MLX and is not deltatune's own, and which hold some functions under any name.
+
+    One pass over all names finds every function. A pass for each of thirty functions would take half a second.
+    """
+
+    def __init__(self, functions: Iterable[Function]) -> None:
+        self._functions = {id(function): function for function in functions}
+        self._read()
+
+    def __iter__(self) -> Iterator[ModuleType]:
+        return chain.from_iterable(self._packages.values())
+
+    def of(self, package: str) -> list[ModuleType]:
+        """The modules of `package`, by the beginning of their names."""
+        return self._packages.get(package, [])
+
+    def holding(self, function: Function) -> list[tuple[ModuleType, str]]:
+        """Each module that holds `function`, and the name there."""
+        if len(sys.modules) != self._count or id(function) not in self._functions:
+            self._functions[id(function)] = function
+            self._read()
+        return [(m, name) for m, name in self._places[id(function)] if vars(m).get(name) is function]
+
+    def replace(self, old: Function, new: Function) -> None:
+        """Put `new` in every module that holds `old`."""
+        places = self.holding(old)
+        for module, name in places:
+            vars(module)[name] = new
+        self._functions[id(new)] = new
+        self._places.setdefault(id(new), []).extend(places)
+
+    def _read(self) -> None:
+        self._count = len(sys.modules)
+        self._packages: dict[str, list[ModuleType]] = {}
+        self._places: dict[int, list[tuple[ModuleType, str]]] = {key: [] for key in self._functions}
+        wanted = frozenset(self._places)
+        for module in list(sys.modules.values()):
+            if not isinstance(module, ModuleType):
+                continue
+            package = module.__name__.partition(".")[0]
+            if package == _OWN_PACKAGE or package in _UNRELATED:
+                continue
+            self._packages.setdefault(package, []).append(module)
+            # Most modules hold none, which is seen sooner so than by a loop over their names.
+            if wanted.isdisjoint(map(id, vars(module).values())):
+                continue
+            for name, value in list(vars(module).items()):
+                if id(value) in wanted:
+                    self._places[id(value)].append((module, name))
+
+
+def defined_function(patch: Patch) -> Function | None:
+    """The function defined by `patch.module`, from any module that still holds it under its own name."""
+    value = attribute_of(patch)
+    if _is_defined_by(patch, value) or _has_moved(patch, value):
+        return value
+    held = (module.__dict__.get(patch.attribute) for module in LoadedModules(()))
+    return next((value for value in held if _is_defined_by(patch, value)), None)
+
+
+def attribute_of(patch: Patch) -> Any:
+    """The object that the target's module or class itself holds under the target's name, or None."""
+    owner: Any = sys.modules[patch.module]
+    for part in patch.name.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    return None if owner is None else vars(owner).get(patch.attribute)
+
+
+def owner_of(patch: Patch) -> Any:
+    """The module or class in which the target is defined."""
+    owner: Any = sys.modules[patch.module]
+    for part in patch.name.split(".")[:-1]:
+        owner = getattr(owner, part)
+    return owner
+
+
+def holders(function: Function, patch: Patch, owner: Any, loaded: LoadedModules) -> list[str]:
+    """The names of the modules that hold `function` under any name; for a method, the method's own full name."""
+    if not isinstance(owner, ModuleType):
+        return [patch.target] if vars(owner).get(patch.attribute) is function else []
+    names = {module.__name__ for module, _ in loaded.holding(function)}
+    return sorted(names | {owner.__name__} if vars(owner).get(patch.attribute) is function else names)
+
+
+def rebind(attribute: str, owner: Any, old: Function, new: Function, loaded: LoadedModules) -> None:
+    """Put `new` wherever `old` is held: under this name in its owner and, for a function, in every module."""
+    # A submodule of a compiled package is an owner, and not in sys.modules.
+    if vars(owner).get(attribute) is old:
+        setattr(owner, attribute, new)
+    if isinstance(owner, ModuleType):
+        loaded.replace(old, new)
+
+
+def _is_defined_by(patch: Patch, value: Any) -> bool:
+    """Whether `value` is the function that `patch.module` defines."""
+    if isinstance(value, FunctionType):
+        defining = sys.modules[patch.module]
+        return value.__code__.co_name == patch.attribute and value.__globals__ is vars(defining)
+    # A compiled function has neither code nor globals, so only the names that it states can be compared.
+    stated = (getattr(value, "__module__", None), getattr(value, "__name__", None))
+    return not patch.signature and stated == (_stated_module(patch), patch.attribute)
+
+
+def _has_moved(patch: Patch, value: Any) -> bool:
+    """Whether `value` is a function of the package that another of its modules defines, and the target's imports."""
+    if not isinstance(value, FunctionType) or value.__code__.co_name != patch.attribute:
+        return False
+    return str(value.__globals__.get("__name__")).partition(".")[0] == patch.package
+
+
+def _stated_module(patch: Patch) -> str:
+    """The module that a compiled function states: `mlx.core.fast` for the name `fast.rope` in `mlx.core`."""
+    owner = getattr(sys.modules[patch.module], patch.name.partition(".")[0], None)
+    return owner.__name__ if isinstance(owner, ModuleType) else patch.module
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +186,7 @@ class Fitting:
 
 
 def fitting(records: list[Patch]) -> Fitting | str | None:
-    """Choose a record of one target by the evidence; the versions decide only which record is asked first.
+    """Choose the first record of one target that the evidence is for.
 
     A sentence on the expected and the actual function comes back where none fits, None where the installed version
     needs no replacement.
@@ -72,13 +195,14 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
     version = installed(records[0].package)
     if version is None:
         return f"{first.package} does not state its version."
-    candidates = sorted(records, key=lambda patch: _distance(patch, version))
     upstream = defined_function(first)
     if upstream is None:
-        return _absent(first, version)
+        if attribute_of(first) is None:
+            return f"{first.package} {version} has no such function any more."
+        return f"something else has replaced it, and no loaded module holds {first.package}'s own function."
     signature = signature_text(upstream) if isinstance(upstream, FunctionType) else ""
     problem = None
-    for patch in candidates:
+    for patch in records:
         if expected_signature(patch, upstream) not in ("", signature):
             continue
         ours = functools.wraps(upstream)(patch.replacement(upstream))
@@ -87,7 +211,7 @@ def fitting(records: list[Patch]) -> Fitting | str | None:
             return Fitting(patch, version, upstream, ours, owner_of(patch))
         if problem == SETTLED:
             return None
-    expected = " or ".join(dict.fromkeys(expected_signature(patch, upstream) for patch in candidates))
+    expected = " or ".join(dict.fromkeys(expected_signature(patch, upstream) for patch in records))
     return problem or f"its signature is {signature} in {first.package} {version}, and {expected} was expected."
 
 
@@ -96,18 +220,6 @@ def expected_signature(patch: Patch, upstream: Function) -> str:
     if patch.signature is not None or not isinstance(upstream, FunctionType):
         return patch.signature or ""
     return signature_text(patch.replacement(upstream))
-
-
-def _distance(patch: Patch, version: str) -> tuple[bool, int]:
-    """Where a record stands among those to ask: first those that were tried with the version, then the newest."""
-    newest = tuple(int(part) for part in latest([patch.tried]).split(".") if part.isdigit())
-    return not contains(patch.tried, version), -sum(part * 10**6 // 1000**at for at, part in enumerate(newest))
-
-
-def _absent(patch: Patch, version: str) -> str:
-    if attribute_of(patch) is None:
-        return f"{patch.package} {version} has no such function any more."
-    return f"something else has replaced it, and no loaded module holds {patch.package}'s own function."
 
 
 def signature_text(function: Function) -> str:
@@ -139,7 +251,7 @@ def _measured(patch: Patch, upstream: Function, ours: Function) -> str | None:
     with ExitStack() as stack:
         for context in (not_compiled(), on_cpu, candidates.without_trials(), drawing_from(mx.random.key(0))):
             stack.enter_context(context)
-        stack.enter_context(callers.noting())
+        stack.enter_context(noting_calls())
         try:
             return patch.check(upstream, ours)
         except UserError:
@@ -157,7 +269,7 @@ def forget() -> None:
 def _key(patch: Patch, upstream: Function) -> str:
     module = getattr(upstream, "__globals__", {}).get("__name__", patch.module)
     # Two records may differ in nothing but the reason, as those of one function of mlx.core do.
-    parts = [patch.target, patch.tried, expected_signature(patch, upstream), patch.reason]
+    parts = [patch.target, expected_signature(patch, upstream), patch.reason]
     parts += [_modules_digest(module), _machine(), str(mx.default_device())]
     parts += [str(environment.implementation(operator, names)) for operator, names in IMPLEMENTATIONS.items()]
     parts.append(str(environment.tf32()))

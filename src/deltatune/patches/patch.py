@@ -12,18 +12,13 @@ import importlib.machinery
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
-
-from .evidence import Fitting, fitting
-from .holders import LoadedModules, defined_function, holders, rebind
-from .patch_record import Function, Patch
+from .evidence import Fitting, LoadedModules, defined_function, fitting, holders, rebind
+from .patch_record import Function, Patch, installed
 from .patch_report import Applied, LeftAlone, PatchReport, PatchWarning
-from .versions import installed, latest
 
 
 class _Loader(importlib.abc.Loader):
@@ -198,7 +193,7 @@ def _apply_target(records: list[Patch], report: PatchReport, loaded: LoadedModul
 
 
 def _left_alone(records: list[Patch], why: str) -> LeftAlone:
-    patch = max(records, key=lambda patch: Version(latest([patch.tried])))
+    patch = records[0]
     message = f"{patch.target} stays as it is: {why} {patch.without}"
     return LeftAlone(patch, installed(patch.package) or "", why, message)
 
@@ -227,11 +222,9 @@ def _other_functions(entry: Fitting, loaded: LoadedModules) -> Iterator[tuple[st
         if value is not entry.ours:
             yield patch.target, value
         return
-    packages = dict.fromkeys([patch.package, *(name.partition(".")[0] for name in patch.holders)])
-    for module in chain.from_iterable(map(loaded.of, packages)):
+    for module in loaded.of(patch.package):
         value = module.__dict__.get(patch.name)
-        inside = module.__name__.partition(".")[0] == patch.package or module.__name__ in patch.holders
-        if inside and value is not None and value is not entry.ours and not _of_another_target(value, patch):
+        if value is not None and value is not entry.ours and not _of_another_target(value, patch):
             yield f"{module.__name__}.{patch.name}", value
 
 

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .versions import TRIED
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+# The versions that the records were tried with. pyproject.toml asks for the lowest ones, scripts/compat tries them.
+# `deltatune` says where another one is installed; the evidence decides.
+TRIED = {"mlx": ">=0.32.2,<=0.32.4", "mlx_lm": ">=0.32.0,<=0.32.2", "mlx_vlm": ">=0.7.0,<=0.7.10"}
+
+
+def installed(package: str) -> str | None:
+    """The version that the imported package itself states (mlx states it in mlx.core). Metadata may be another's."""
+    for name in (package, f"{package}.core"):
+        if hasattr(sys.modules.get(name), "__version__"):
+            return str(sys.modules[name].__version__)
+    return None
+
+
+def is_tried(package: str, version: str) -> bool:
+    """Whether the records were tried with a version of a package."""
+    return SpecifierSet(TRIED[package]).contains(Version(version), prereleases=True)
+
+
+def latest(package: str) -> str:
+    """The latest version of a package that the records were tried with."""
+    return str(max(Version(specifier.version) for specifier in SpecifierSet(TRIED[package])))
+
 
 Function = Callable[..., Any]
 # Takes the original and the replacement, and returns the evidence against the replacement, or None.
@@ -24,23 +49,15 @@ ALWAYS = (TRAINING, PACKING, INFERENCE)
 
 @dataclass(frozen=True)
 class Patch:
-    """A record of one function to replace.
+    """A record of one function to replace: the function `name` of `module`, as `function`, `Class.method` or
+    `submodule.function`.
 
-    Args:
-        module: The module that defines the function.
-        name: The function's name in that module: `function`, `Class.method`, or `submodule.function`.
-        replacement: Takes the original function and returns the one to put in its place.
-        check: Compares the original with the replacement on a small case, forward and gradient. It returns None where
-            they agree, SETTLED, or a sentence on the difference.
-        reason: Why the function is replaced, for `deltatune doctor`.
-        without: A sentence on the consequence where the function cannot be replaced, for warnings.
-        signature: The signature expected, without annotations: that of the replacement, unless another is given. ""
-            for functions with defaults that have no fixed text; `check` then decides alone, as for compiled ones.
-        holders: Modules known to import the function. They are examined even if they belong to another package.
-        needed_for: The uses of a model that give other results without the replacement: TRAINING, PACKING, INFERENCE.
-            Without any, the replacement saves time or memory alone.
-        tried: The versions of the package that the record was tried with; TRIED's, unless others are given. They choose
-            between records, and `deltatune` says where another version is installed; the evidence decides.
+    `replacement` takes the original function and returns the one to put in its place, for a `reason`; `without` is a
+    sentence on the consequence where that cannot be. `check` compares the two on a small case, forward and gradient: it
+    returns None where they agree, SETTLED, or a sentence on the difference. `signature` is the expected one, without
+    annotations: that of the replacement, unless another is given, and "" where `check` alone decides, as for compiled
+    functions. `needed_for` are the uses of a model that give other results without the replacement (TRAINING, PACKING,
+    INFERENCE); without any, it saves time or memory alone.
     """
 
     module: str
@@ -50,12 +67,7 @@ class Patch:
     reason: str
     without: str
     signature: str | None = None
-    holders: tuple[str, ...] = ()
     needed_for: tuple[str, ...] = ()
-    tried: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tried", self.tried or TRIED[self.package])
 
     @property
     def package(self) -> str:

@@ -1,4 +1,7 @@
-"""Reports the functions that were patched and those left alone, and refuses to go on where results depend on these."""
+"""Reports the functions that were patched or left alone, and who serves each layer of a model.
+
+It refuses to go on where results depend on a function that was left alone.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,77 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..layers import ENTRY_POINT, gated_delta_layers
-from .patch_record import Patch
-from .verify import Serving
-from .versions import contains, latest
+from ..layers import ENTRY_POINT, describe, gated_delta_layers, logits_of, state_space_layers
+from ..ops.operator.foresight import foreseen
+from ..ops.tracing.dispatch import NotedCall
+from .patch_record import Patch, is_tried, latest
+from .whole_rows import noting_calls, whole_rows
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The implementations of a model's layers in training, by the layer's path; "" where upstream's own code serves.
+
+    Those of gated_delta and of linear_attention are listed by mixer, those of attention and of experts by decoder
+    layer.
+    """
+
+    delta: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
+    linear: dict[str, str] = field(default_factory=dict)
+
+    def by_operator(self) -> dict[str, dict[str, str]]:
+        """The same by the operator's name, without operators that no layer has."""
+        recurrent = {"gated delta": self.delta, "linear attention": self.linear}
+        operators = recurrent | {"attention": self.attention, "experts": self.experts}
+        return {name: layers for name, layers in operators.items() if layers}
+
+
+def serving(model: nn.Module, rows: int = 1) -> Serving:
+    """Trace `model` on two tokens and see which of its layers call a patched function, and their implementations.
+
+    Nothing is evaluated, and nothing is asked of a model without gated-delta layers or mixers of Mamba-2. Kernels that
+    are tried for so many rows of a batch serve the batch.
+    """
+    mixers, others = gated_delta_layers(model), state_space_layers(model)
+    if not (mixers or others):
+        return Serving()
+    try:
+        layers = describe(model)
+    except UserError:
+        layers = []  # A model without a list of layers has none that could be named.
+    attending = [layer for layer in layers if layer.kind == "attention"]
+    routing = [layer for layer in layers if layer.experts]
+
+    def noted() -> list[NotedCall]:
+        with noting_calls() as calls, whole_rows():
+            logits_of(model, mx.array([[0, 1]] * rows))
+        return calls
+
+    with foreseen(noted):
+        calls = noted()
+    names = {(call.operator, identity): call.implementation for call in calls for identity in call.callers}
+    return Serving(
+        {path: names.get(("gated delta", id(mixer)), "") for path, mixer in mixers.items()},
+        {layer.path: names.get(("attention", id(layer.module)), "") for layer in attending},
+        {layer.path: names.get(("experts", id(layer.module)), "") for layer in routing},
+        {path: names.get(("linear attention", id(mixer)), "") for path, mixer in others.items()},
+    )
+
+
+def explain(path: str, layer: nn.Module) -> str:
+    """The message for a layer that does not call deltatune: the consequence for training, and the remedy."""
+    return (
+        f"{path} ({type(layer).__module__}.{type(layer).__qualname__}) does not call deltatune's gated delta: "
+        "it trains with whatever code it calls now, at that code's speed, memory and gradients. To let deltatune serve "
+        "it, undo the replacement of gated_delta_update or of the layer's __call__ before deltatune's patches apply."
+    )
+
 
 _GO_ON = "or go on all the same with --force (in Python: strict=False)"
 
@@ -53,14 +120,10 @@ class LeftAlone:
 
 @dataclass
 class PatchReport:
-    """The functions that patched() found.
+    """The functions that patched() found: those replaced, and those that keep their original code.
 
-    Attributes:
-        applied: The patches that are in force.
-        left_alone: The functions that keep their original code.
-        waiting: The modules that are not imported yet; their functions are replaced when they are.
-        unreached: A message for each gated-delta layer that does not call deltatune.
-        serving: The implementations that serve each layer of the model that was traced.
+    `waiting` are the modules that are not imported yet; their functions are replaced when they are. `unreached` has a
+    message for each gated-delta layer that does not call deltatune.
     """
 
     applied: list[Applied] = field(default_factory=list)
@@ -70,11 +133,6 @@ class PatchReport:
     serving: Serving = field(default_factory=Serving)
 
     @property
-    def layers(self) -> dict[str, str]:
-        """The implementation of each gated-delta layer of the model that was traced (Serving.delta)."""
-        return self.serving.delta
-
-    @property
     def complete(self) -> bool:
         """Whether every function was replaced and every layer that was traced calls deltatune."""
         return not self.left_alone and not self.unreached
@@ -82,21 +140,17 @@ class PatchReport:
     @property
     def untried(self) -> list[str]:
         """A sentence for each installed version that the records do not name."""
-        by_version: dict[tuple[str, str], list[tuple[Patch, bool]]] = defaultdict(list)
+        by_version: dict[tuple[str, str], list[bool]] = defaultdict(list)
         for applied in self.applied:
-            by_version[applied.patch.package, applied.version].append((applied.patch, True))
+            by_version[applied.patch.package, applied.version].append(True)
         for left in self.left_alone:
-            by_version[left.patch.package, left.version].append((left.patch, False))
-        lines = []
-        for (package, version), patches in by_version.items():
-            new = [(patch, behaves) for patch, behaves in patches if not contains(patch.tried, version)]
-            if new:
-                known = latest([patch.tried for patch, _ in new])
-                lines.append(
-                    f"{package.replace('_', '-')} {version} has not been tried with this deltatune; "
-                    f"{sum(behaves for _, behaves in new)} of {len(new)} functions behave as in {known}."
-                )
-        return lines
+            by_version[left.patch.package, left.version].append(False)
+        return [
+            f"{package.replace('_', '-')} {version} has not been tried with this deltatune; "
+            f"{sum(behaving)} of {len(behaving)} functions behave as in {latest(package)}."
+            for (package, version), behaving in by_version.items()
+            if not is_tried(package, version)
+        ]
 
     def summary(self) -> str:
         """Count the functions that were replaced and name their packages; those left alone are named in full."""
@@ -152,7 +206,7 @@ def _classes(model: nn.Module) -> set[type]:
 
 def _advice(missing: list[LeftAlone]) -> str:
     wanted = dict.fromkeys(
-        f"'{left.patch.package.replace('_', '-')}=={latest([left.patch.tried])}'" for left in missing
+        f"'{left.patch.package.replace('_', '-')}=={latest(left.patch.package)}'" for left in missing
     )
     if not wanted:
         return f"Undo what replaces that code, {_GO_ON}."

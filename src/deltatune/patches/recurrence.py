@@ -20,20 +20,20 @@ from ..ops.gated_delta.trial_case import Call
 from ..ops.operator import candidates
 from ..ops.pointwise import gating
 from ..ops.tracing import dispatch, trace
-from . import callers
-from .whole_rows import PROMPT_TOKENS
+from .whole_rows import OURS, PROMPT_TOKENS, UPSTREAM, note_call, of_a_row
 
-# Who may serve a call; the keys of the counter that served() returns.
-OURS = "deltatune"
+# It may serve a call besides OURS and UPSTREAM; they are the keys of the counter that served() returns.
 BACKWARD = "upstream forward, deltatune backward"
-UPSTREAM = "upstream"
 
 Update = Callable[..., tuple[mx.array, mx.array]]
 
 _ARRAYS = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
-# Parameters that only some versions of the original function have: options of the gates, and those of decoding.
-_OPTIONS = ("lower_bound", "allow_neg_eigval")
-_DECODING = ("state_steps", "cache")
+# Parameters that only some versions of the original function have: options of the gates, each with a value to try, and
+# those of decoding.
+OPTIONS = {"lower_bound": -5.0, "allow_neg_eigval": True}
+_DECODING = ("state_steps", "cache", "cache_index")
+# All parameters that the replacement knows.
+PARAMETERS = (*_ARRAYS, "state", "mask", "use_kernel", *OPTIONS, *_DECODING)
 
 
 def served() -> Counter[str]:
@@ -42,11 +42,6 @@ def served() -> Counter[str]:
     A compiled function counts once per trace, however often it runs.
     """
     return Counter(dispatch.current().recurrences)
-
-
-def reset() -> None:
-    """Set the counts of served() back to zero."""
-    dispatch.current().recurrences.clear()
 
 
 def update(upstream: Update) -> Update:
@@ -75,10 +70,10 @@ def update(upstream: Update) -> Update:
         bound = signature.bind(*arguments, **keywords)
         bound.apply_defaults()
         values = bound.arguments
-        if any(values.get(name) is not None for name in _DECODING):
+        if any(values.get(name) is not None for name in ("state_steps", "cache")):
             return _by_upstream(upstream, bound.args, bound.kwargs)
         arrays = tuple(values[name] for name in _ARRAYS)
-        options = {name: values[name] for name in _OPTIONS if name in values}
+        options = {name: values[name] for name in OPTIONS if name in values}
         return route(upstream, arrays, values["state"], values["mask"], values["use_kernel"], options)
 
     return gated_delta_update
@@ -134,13 +129,13 @@ def counted(
     told = dispatch.current()
     told.recurrences[who] += 1
     if told.callers is not None:
-        callers.note(operator, implementation)
+        note_call(operator, implementation)
     return result
 
 
 def _implementation(arrays: tuple[mx.array, ...], options: dict[str, Any]) -> str:
     """Name the implementation of a call with these arrays and options in training."""
-    q, k, v, a = callers.of_a_row(arrays[:4])
+    q, k, v, a = of_a_row(arrays[:4])
     log_g = gating.log_gate(arrays[5], a, arrays[6], options.get("lower_bound"))
     return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False))[0]
 

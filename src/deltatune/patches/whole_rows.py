@@ -2,7 +2,7 @@
 
 Who serves a call is decided when the call is traced. deltatune does where rows are trained or scored whole: while a
 gradient is taken, within whole_rows(), and where documents are packed. Every other call, such as those of a decoder,
-goes to the original function, whatever mode the model is in.
+goes to the original function, whatever mode the model is in. Calls are noted with their layers where somebody asks.
 
 MLX's function knows no cache and no module, so neither `cache is None` nor `model.training` could decide. Both would
 also be wrong: a trainer may sample from a model in training mode, and a loss may differentiate through a cache.
@@ -10,10 +10,12 @@ also be wrong: a trainer may sample from a model in training mode, and a loss ma
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +29,53 @@ from ..ops.functional import is_floating
 from ..ops.operator import candidates
 from ..ops.segments import MaskRule, remember, rule_of
 from ..ops.tracing import dispatch, trace
-from . import callers
+from ..ops.tracing.dispatch import NotedCall
+
+# The tokens of the row for which a noted call asks for its implementation.
+_ROW = 512
+
+
+@contextmanager
+def noting_calls() -> Iterator[list[NotedCall]]:
+    """Note every call of a patched function within a `with` block in a list. Calls inside it do not count outside."""
+    calls: list[NotedCall] = []
+    with dispatch.having(callers=calls, recurrences=Counter(), attentions=Counter()):
+        yield calls
+
+
+def asked_for_names() -> bool:
+    """Whether calls are noted, and their implementations may be asked_for_names for."""
+    told = dispatch.current()
+    return told.callers is not None and told.trials
+
+
+def note_call(operator: str, implementation: Callable[[], str] | None) -> None:
+    """Note a call of an operator, "gated delta", "linear attention", "attention" or "experts", where calls are noted.
+
+    `implementation` names the one that serves the call in training, as for of_a_row(); None where upstream's code does.
+    """
+    calls = dispatch.current().callers
+    if calls is not None:
+        name = implementation() if implementation is not None and asked_for_names() else ""
+        calls.append(NotedCall(operator, _selves(), name))
+
+
+def of_a_row(arrays: Sequence[mx.array], axis: int = 1) -> list[mx.array]:
+    """Return arrays of a row's tokens along `axis`, all of them the first one of each of `arrays`."""
+    first = mx.zeros(_ROW, mx.int32)
+    return [mx.take(array, first, axis) for array in arrays]
+
+
+def _selves() -> list[int]:
+    """The ids of the `self` of every stack frame above this one."""
+    identities: list[int] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "self" in frame.f_code.co_varnames:
+            identities.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return identities
+
 
 Function = Callable[..., Any]
 
@@ -70,28 +118,9 @@ def served() -> Counter[str]:
 
 
 def reset() -> None:
-    """Set the counts of served() back to zero."""
+    """Set the counts of served() back to zero, and those of the recurrence."""
     dispatch.current().attentions.clear()
-
-
-def marking(upstream: Function) -> Function:
-    """Build the replacement of a transform that returns a function, mx.grad or mx.value_and_grad.
-
-    Calls of the function are marked and not only of the function that it differentiates: the backward pass of a
-    checkpoint runs a layer again when that function has returned.
-    """
-
-    @wraps(upstream)
-    def transform(*arguments: Any, **options: Any) -> Function:
-        differentiate = upstream(*arguments, **options)
-
-        def marked(*arguments: Any, **keywords: Any) -> Any:
-            with whole_rows():
-                return differentiate(*arguments, **keywords)
-
-        return marked
-
-    return transform
+    dispatch.current().recurrences.clear()
 
 
 def whole(upstream: Function) -> Function:
@@ -103,6 +132,20 @@ def whole(upstream: Function) -> Function:
             return upstream(*arguments, **keywords)
 
     return marked
+
+
+def marking(upstream: Function) -> Function:
+    """Build the replacement of a transform that returns a function, mx.grad or mx.value_and_grad.
+
+    Calls of the function are marked and not only of the function that it differentiates: the backward pass of a
+    checkpoint runs a layer again when that function has returned.
+    """
+
+    @wraps(upstream)
+    def transform(*arguments: Any, **options: Any) -> Function:
+        return whole(upstream(*arguments, **options))
+
+    return transform
 
 
 def attending(upstream: Function) -> Function:
@@ -120,10 +163,10 @@ def attending(upstream: Function) -> Function:
             # A call of deltatune's attention that MLX's function serves is counted by whoever made it.
             if not trace.current().to_upstream:
                 dispatch.current().attentions[UPSTREAM] += 1
-                callers.note("attention", None)
+                note_call("attention", None)
             return upstream(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
         dispatch.current().attentions[OURS] += 1
-        callers.note("attention", lambda: _implementation(arrays, scale, mask, sinks))
+        note_call("attention", lambda: _implementation(arrays, scale, mask, sinks))
         # MLX's function itself is called where DELTATUNE_ATTENTION=native forces it.
         with trace.having(to_upstream=True):
             return _attend(upstream, arrays, scale, mask, sinks)
@@ -141,7 +184,7 @@ def _of_a_token(q: Any, k: Any, v: Any, scale: float, mask: Any, sinks: Any) -> 
 
 def _implementation(arrays: list[mx.array], scale: float, mask: Any, sinks: Any) -> str:
     """Name the implementation of such a call in training; a mask is taken for causal."""
-    q, k, v = callers.of_a_row(arrays, axis=2)
+    q, k, v = of_a_row(arrays, axis=2)
     return candidates.choose(OPERATOR, AttentionCall(q, k, v, mask is not None, None, None, sinks, None, scale))[0]
 
 

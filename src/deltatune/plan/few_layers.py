@@ -69,6 +69,11 @@ class FewLayers(NamedTuple):
     shortened: bool = True
 
     @property
+    def traced(self) -> Hashable:
+        """A key that choices share if steps of the kept layers have the same trace."""
+        return tuple(self.kept), self.all, self.recomputed.operators, self.shortened
+
+    @property
     def kept(self) -> list[int]:
         """The kinds of the layers that are kept."""
         return [self.kinds[at] for at in self.chosen]
@@ -108,29 +113,47 @@ class FewLayers(NamedTuple):
         return same[-1 - behind] if behind < (len(same) + 1) // 2 else same[min(before, len(same) // 2)]
 
 
-def few_layers(model: nn.Module, checkpoints: Checkpoints) -> FewLayers:
-    """Choose layers of every kind, at the end two like the model's last two; it must call them as among all."""
-    layers = describe(model)
-    if len(layers) <= _FEWEST or _held(model) is None:
-        every = list(range(len(layers)))
-        return FewLayers(every, every, {at: _trained(layer) for at, layer in enumerate(layers)}, checkpoints)
-    signatures = [(signature(layer.module), at in checkpoints.layers) for at, layer in enumerate(layers)]
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(signatures))}
-    kinds = [numbers[kind] for kind in signatures]
-    gradients = {kind: _trained(layer) for kind, layer in zip(kinds, layers, strict=True)}
-    # Pictures enter layers by their positions, too.
-    among_all = [] if has_vision(model) else _calls(model)
-    calls: Sequence[Any] = among_all or [None] * len(kinds)
-    mixers = [(layer.kind, layer.experts, call) for layer, call in zip(layers, calls, strict=True)]
-    # A model may look at its first layer with a mixer for the masks of all.
-    free, ordered = (_chosen(mixers, kinds, places) for places in (1 + max(map(mixers.index, mixers)), len(kinds)))
-    few = FewLayers(kinds, ordered, gradients, checkpoints)
-    for chosen in (free, ordered) if among_all else ():
-        with only(model, few._replace(chosen=chosen)):
-            alone = _calls(model)
-        if _numbered([among_all[at] for at in chosen]) == _numbered(alone):
-            return few._replace(chosen=chosen)
-    return few.every if among_all else few
+class ModelLayers:
+    """The layers of a model by kind: those of a kind compute the same function of arrays of the same shapes."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._layers = describe(model)
+        self.paths = [layer.path for layer in self._layers]
+        signatures = [signature(layer.module) for layer in self._layers]
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(signatures))}
+        self._numbers = [numbers[kind] for kind in signatures]
+        # How the model calls layers that it has alone, by their positions.
+        self._called: dict[tuple[int, ...], list[Any]] = {}
+
+    def few(self, checkpoints: Checkpoints) -> FewLayers:
+        """Choose layers of every kind, at the end two like the last two; the model must call them as among all.
+
+        Layers that are recomputed are of other kinds than those that are not.
+        """
+        kinds = [2 * number + (at in checkpoints.layers) for at, number in enumerate(self._numbers)]
+        gradients = {kind: _trained(layer) for kind, layer in zip(kinds, self._layers, strict=True)}
+        every = FewLayers(kinds, [*range(len(kinds))], gradients, checkpoints)
+        if len(kinds) <= _FEWEST or _held(self._model) is None:
+            return every
+        # Pictures enter layers by their positions, too.
+        among_all = [] if has_vision(self._model) else self._calls(every)
+        calls: Sequence[Any] = among_all or [None] * len(kinds)
+        mixers = [(layer.kind, layer.experts, call) for layer, call in zip(self._layers, calls, strict=True)]
+        # A model may look at its first layer with a mixer for the masks of all.
+        places = 1 + max(map(mixers.index, mixers)), len(kinds)
+        free, ordered = (every._replace(chosen=_chosen(mixers, kinds, before)) for before in places)
+        for few in (free, ordered) if among_all else ():
+            if _numbered([among_all[at] for at in few.chosen]) == _numbered(self._calls(few)):
+                return few
+        return every if among_all else ordered
+
+    def _calls(self, few: FewLayers) -> list[Any]:
+        key = tuple(few.chosen)
+        if key not in self._called:
+            with only(self._model, few):
+                self._called[key] = _calls(self._model)
+        return self._called[key]
 
 
 def _calls(model: nn.Module) -> list[tuple[LayerCall, Carry | None]]:
@@ -223,37 +246,52 @@ def serves(few: FewLayers, places: Sequence[StepPlace]) -> bool:
     return seen.issuperset([*needed, (_LOSS, 0), (_BACKWARD, len(few.chosen) - 1)])
 
 
-def of_all_layers(
-    few: FewLayers, places: Sequence[StepPlace], machine: Simulation, left_out: Amount
-) -> dict[StepPlace, Amount]:
-    """Return the largest amounts of memory by their places, as they are with all layers.
+class Measured(NamedTuple):
+    """The memory of a step of few layers.
 
-    `places` are those of the primitives of the few layers' step. The layers left out hold `left_out` at any time:
-    weights, sums of gradients, moments.
+    `largest` has the largest amounts by their places; `saved` and `left` have those that a layer of each kind holds
+    when the backward pass begins, and after its own.
     """
-    saved, left = _saved(few, places, machine), _left(few, places, machine)
 
-    @cache
-    def offset(place: StepPlace, layer: int) -> Amount:
-        """The memory of the layers left out while the model is at `layer` and the few at `place` or near it."""
-        before = _around(few.kinds, place.phase, layer)
-        after = _around(few.kept, place.phase, place.layer)
-        behind = few.gradients if place.phase == _UPDATE else left
-        total = left_out
-        for amounts, whole, part in zip((saved, behind), before, after, strict=True):
-            for kind in whole.keys() | part.keys():
-                total = total.plus(amounts[kind], whole[kind] - part[kind])
-        return total
+    largest: dict[StepPlace, Amount]
+    saved: dict[int, Amount]
+    left: dict[int, Amount]
 
-    largest: dict[StepPlace, Amount] = {}
-    layers: dict[int, list[int]] = defaultdict(list)
-    for at in range(len(few.kinds)):
-        layers[few.like(at)].append(at)
-    for place, amount in peaks(places, machine).items():
-        for layer in layers[place.layer] if place.phase in (_FORWARD, _BACKWARD) else [0]:
-            whole = place._replace(layer=layer)
-            largest[whole] = amount.plus(offset(place._replace(parameter=""), layer))
-    return largest
+    @classmethod
+    def of(cls, few: FewLayers, places: Sequence[StepPlace], machine: Simulation) -> Measured:
+        """Measure a simulated step; `places` are those of its primitives."""
+        held = ({}, {}) if few.all else (_saved(few, places, machine), _left(few, places, machine))
+        return cls(_peaks(places, machine), *held)
+
+    def with_all(self, few: FewLayers, left_out: Amount) -> dict[StepPlace, Amount]:
+        """Return the largest amounts of memory by their places, as they are with all layers.
+
+        The layers left out hold `left_out` at any time: weights, sums of gradients, moments.
+        """
+        if few.all:
+            return self.largest
+
+        @cache
+        def offset(place: StepPlace, layer: int) -> Amount:
+            """The memory of the layers left out while the model is at `layer` and the few at `place` or near it."""
+            before = _around(few.kinds, place.phase, layer)
+            after = _around(few.kept, place.phase, place.layer)
+            behind = few.gradients if place.phase == _UPDATE else self.left
+            total = left_out
+            for amounts, whole, part in zip((self.saved, behind), before, after, strict=True):
+                for kind in whole.keys() | part.keys():
+                    total = total.plus(amounts[kind], whole[kind] - part[kind])
+            return total
+
+        largest: dict[StepPlace, Amount] = {}
+        layers: dict[int, list[int]] = defaultdict(list)
+        for at in range(len(few.kinds)):
+            layers[few.like(at)].append(at)
+        for place, amount in self.largest.items():
+            for layer in layers[place.layer] if place.phase in (_FORWARD, _BACKWARD) else [0]:
+                whole = place._replace(layer=layer)
+                largest[whole] = amount.plus(offset(place._replace(parameter=""), layer))
+        return largest
 
 
 def _around(kinds: Sequence[int], phase: str, layer: int) -> tuple[Counter[int], Counter[int]]:
@@ -265,14 +303,13 @@ def _around(kinds: Sequence[int], phase: str, layer: int) -> tuple[Counter[int],
     return (Counter(kinds[:layer]), Counter(kinds[layer + 1 :])) if phase == _BACKWARD else (Counter(), Counter(kinds))
 
 
-def places_of(built: TracedStep, evaluated: Sequence[Node], model: nn.Module) -> list[StepPlace]:
-    """Return the places in a step by the number of primitives that were evaluated before, from 0 on.
+def places_of(built: TracedStep, evaluated: Sequence[Node], paths: Sequence[str]) -> list[StepPlace]:
+    """Return the places in a step of layers at `paths` by the number of primitives evaluated before, from 0 on.
 
     A layer begins where one of its parameters, or a view of one, meets another array for the first time. Layers begin
     in order, so that a parameter that is read early or late does not count.
     """
     names = dict(built.names)
-    paths = [layer.path for layer in describe(model)]
     layer_of = dict.fromkeys(names, -1)
     for position, path in enumerate(paths):
         layer_of |= {at: position for at, name in names.items() if name.startswith(f"{path}.")}
@@ -308,7 +345,7 @@ def _next(place: StepPlace, layer: int, layers: int, *, forward: bool) -> StepPl
     return place
 
 
-def peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
+def _peaks(places: Sequence[StepPlace], machine: Simulation) -> dict[StepPlace, Amount]:
     """Return the largest amounts at every place."""
     count = len(places)
     made = machine.made

@@ -3,24 +3,78 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from ..layers import describe
-from ..models.vision.frozen_tower import frozen_tower
+from ..models.vision.split import frozen_tower
 from ..ops.recomputation import Checkpoints
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import lowest_layer
-from .arithmetic import Products, products
 from .array_layout import ArrayLayout
 from .device_limits import Brake
-from .few_layers import FewLayers, StepPlace, few_layers, of_all_layers, only, peaks, places_of, serves
+from .few_layers import FewLayers, Measured, ModelLayers, only, places_of, serves
+from .graph import Node
 from .primitives import without_rule
-from .simulate import Amount, Simulation
 from .traced_layers import InputsPlace
 from .traced_step import BatchShape, Before, before_step, simulate_step, simulate_tower, trace_step
+
+# By kind of primitive: the position of the input that is summed over its last axis.
+_PRODUCTS = {"Matmul": 0, "AddMM": 0, "GatherMM": 0, "QuantizedMatmul": 0, "GatherQMM": 0}
+# Enough rows, summed elements and columns to be as fast as it gets. More take longer to measure, and a vocabulary's
+# matrix would take gigabytes.
+_MOST = (1024, 8192, 8192)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of a step: multiplications and additions, without those of kernels of our own.
+
+    `largest` are rows, summed length and columns of the product that most of the operations are in.
+    """
+
+    operations: int = 0
+    largest: tuple[int, int, int] | None = None
+
+    def times(self, tokens: float) -> Products:
+        """Those of a step with so many times the tokens."""
+        largest = None if self.largest is None else (int(self.largest[0] * tokens), *self.largest[1:])
+        return Products(int(self.operations * tokens), largest)
+
+
+def products(order: Iterable[Node], times: Iterable[int] = repeat(1)) -> Products:
+    """Return the matrix products among the primitives of a graph, each of which counts so many times."""
+    operations: Counter[tuple[int, int, int]] = Counter()
+    for node, count in zip(order, times, strict=False):
+        if node.kind in _PRODUCTS and node.size:
+            inner = node.inputs[_PRODUCTS[node.kind]].shape[-1]
+            columns = node.shape[-1]
+            operations[node.size // columns, inner, columns] += 2 * node.size * inner * count
+    largest = max(operations, key=lambda shape: operations[shape], default=None)
+    return Products(operations.total(), largest)
+
+
+def speed(shape: tuple[int, int, int], dtype: mx.Dtype, seconds: float = 0.3) -> float:
+    """Return how many operations a second a product of these rows, summed length and columns does at its best.
+
+    It is measured for so many seconds, and on a part of a size that is larger than need be.
+    """
+    rows, inner, columns = map(min, shape, _MOST)
+    x, w = (mx.random.normal(size, dtype=dtype, key=mx.random.key(0)) for size in ((rows, inner), (columns, inner)))
+    mx.eval(x, w, x @ w.T)
+    best = float("inf")
+    begun = time.perf_counter()
+    while best == float("inf") or time.perf_counter() - begun < seconds:
+        started = time.perf_counter()
+        mx.eval(x @ w.T)
+        best = min(best, time.perf_counter() - started)
+    return 2 * rows * inner * columns / best
 
 
 @dataclass(frozen=True)
@@ -35,15 +89,10 @@ class Moment:
 class Forecast:
     """The forecast of one step of `rows` rows of `length` tokens, padding included, with adapters of a rank.
 
-    Args:
-        buffers: The peak of live buffers.
-        bytes: The peak of live bytes.
-        counts: How many arrays are parameters, gradients and moments; the peak of buffers includes them.
-        sizes: Bytes of parameters, gradients and moments; the peak of bytes includes them.
-        unknown: How many primitives of the step have no rule in primitives.py, by kind.
-        products: The matrix products of a step by layers.
-        layer_inputs: Bytes of layers' inputs that a step by layers keeps between its passes.
-        memory_limit: The bytes from which on MLX waits for queued work in this step; None where it does not.
+    Its peaks of live buffers and bytes include parameters, gradients and moments, which `counts` and `sizes` have by
+    themselves. `unknown` primitives have no rule in primitives.py. `products` and `layer_inputs` are the matrix
+    products of a step by layers, and the bytes of inputs that it keeps between its passes. MLX waits for queued work
+    from `memory_limit` bytes on; None where it does not.
     """
 
     rows: int
@@ -89,6 +138,21 @@ def forecast_step(
     return Steps(model, config, layout).forecast(shape, checkpoints, layer_inputs=layer_inputs, brake=brake)
 
 
+class _Short(NamedTuple):
+    """A step of few layers that was traced and simulated.
+
+    `measured` has a run for each number of operations that are queued before it; `waiting` is one in which each
+    operation waits for the one before, None where MLX never waits. `tower` are the bytes of a vision tower before it.
+    """
+
+    before: Before
+    measured: list[Measured]
+    waiting: Measured | None
+    unknown: dict[str, int]
+    layer_inputs: int
+    tower: float
+
+
 class Steps:
     """Forecasts training steps of a model with its adapters; nothing is evaluated and the model is left unchanged."""
 
@@ -96,12 +160,11 @@ class Steps:
         self.model = model
         self.config = config
         self._layout = layout
+        self._layers = ModelLayers(model)
         # The arrays before a step of all layers.
         self._before: Before | None = None
-        # The forecasts so far.
-        self._made: dict[Hashable, Forecast] = {}
-        # The layers that are traced, by what is recomputed.
-        self._few: dict[tuple[tuple[int, ...], bool], FewLayers] = {}
+        # The steps that were traced, None for those of which the layers cannot be told from each other.
+        self._traced: dict[Hashable, _Short | None] = {}
 
     def forecast(
         self,
@@ -111,91 +174,94 @@ class Steps:
         layer_inputs: InputsPlace | None = None,
         brake: Brake | None = None,
     ) -> Forecast:
-        """Forecast one step.
+        """Forecast one step, as a whole or by layers, which keeps its `layer_inputs` in one place or the other.
 
-        Args:
-            shape: The shape of the batch.
-            checkpoints: The layers to recompute in the place of those that `config.grad_checkpoint` names; or the
-                layers that are traced for all.
-            layer_inputs: The place where a step by layers keeps the inputs of layers; None for a step as a whole.
-            brake: From how many bytes on MLX waits for queued work; None where it does not.
+        `checkpoints` are recomputed in the place of the layers that `config.grad_checkpoint` names; or they are the
+        layers that are traced for all.
         """
+        paths = self._layers.paths
         if checkpoints is None:
-            checkpoints = Checkpoints(range(len(describe(self.model))) if self.config.grad_checkpoint else ())
-        few = checkpoints if isinstance(checkpoints, FewLayers) else self._few_layers(checkpoints)
+            checkpoints = Checkpoints(range(len(paths)) if self.config.grad_checkpoint else ())
+        few = checkpoints if isinstance(checkpoints, FewLayers) else self._layers.few(checkpoints)
         # The backward pass of a tower that trains comes after that of all layers.
         if shape.images and frozen_tower(self.model) is None:
             few = few.every
-        key = shape, str(few), layer_inputs, brake
-        if key in self._made:
-            return self._made[key]
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            self._made[key] = self._planned(shape, few, layer_inputs, brake)
-            return self._made[key]
-        finally:
-            # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
-            # made while the collector waited are young, so that all others need not be looked through.
-            gc.collect(0)
-            if collects:
-                gc.enable()
-
-    def _few_layers(self, checkpoints: Checkpoints) -> FewLayers:
-        key = tuple(checkpoints.layers), checkpoints.operators
-        if key not in self._few:
-            self._few[key] = few_layers(self.model, Checkpoints(*key))
-        return self._few[key]
-
-    def _planned(
-        self, shape: BatchShape, few: FewLayers, layer_inputs: InputsPlace | None, brake: Brake | None
-    ) -> Forecast:
-        """The forecast by a trace of a few layers, or of all where they cannot be told from each other in it."""
-        model, config, layout = self.model, self.config, self._layout
-        paths = [layer.path for layer in describe(model)]
-        with only(model, few):
-            built = trace_step(
-                model, config, shape, layout, few.checkpoints, layer_inputs=layer_inputs, shortened=few.shortened
-            )
-            machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
-            tower = simulate_tower(built, layout)
-            places = places_of(built, machines[0].evaluated, model)
-        reached = len(paths) - lowest_layer(model, paths)
+        short = self._short(shape, few, layer_inputs, brake is not None)
+        if short is None:
+            few = few.every
+            short = self._short(shape, few, layer_inputs, brake is not None)
+            assert short is not None
         if self._before is None:
-            self._before = built.before if few.all else before_step(model, config, layout, few.recomputed)
+            self._before = short.before if few.all else before_step(self.model, self.config, self._layout)
         of_all = self._before
-        left_out = of_all.held.plus(built.before.held, -1)
-
-        def whole(machine: Simulation) -> dict[StepPlace, Amount]:
-            return peaks(places, machine) if few.all else of_all_layers(few, places, machine, left_out)
-
-        if not few.all and not serves(few, places):
-            return self._planned(shape, few.every, layer_inputs, brake)
-        queued = [(held, place) for machine in machines for place, held in whole(machine).items()]
+        left_out = of_all.held.plus(short.before.held, -1)
+        queued = [(held, place) for one in short.measured for place, held in one.with_all(few, left_out).items()]
         (most, largest), (buffers, place) = (max(queued, key=lambda peak: peak[0][unit]) for unit in range(2))
         amount = most.bytes
         limit = None
         where = largest.words(paths)
-        if brake is not None:
-            # Each operation waits for the one before.
-            least = max(held.bytes for held in whole(simulate_step(built, layout, 0)).values())
+        if brake is not None and short.waiting is not None:
+            least = max(held.bytes for held in short.waiting.with_all(few, left_out).values())
             limit = brake.limit(int(least))
             amount = min(amount, max(least, limit))
-        if tower is not None and (alone := tower.bytes + left_out.bytes) > amount:
+        if short.tower and (alone := short.tower + left_out.bytes) > amount:
             amount = alone
             where = "the vision tower, before the step"
+        reached = len(paths) - lowest_layer(self.model, paths)
         return Forecast(
             shape.rows,
             shape.length,
-            config.lora_parameters.rank,
+            self.config.lora_parameters.rank,
             Moment(int(buffers.buffers), place.words(paths)),
             Moment(int(amount), where),
             of_all.counts,
             of_all.sizes,
-            without_rule(machines[0].evaluated),
+            short.unknown,
             self._products(shape, few, layer_inputs) if layer_inputs else Products(),
-            built.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
+            short.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
             limit,
+        )
+
+    def _short(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace | None, waits: bool) -> _Short | None:
+        """Trace and simulate a step of few layers, once for all choices of them that have the same trace."""
+        key = shape, few.traced, inputs, waits
+        if key not in self._traced:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                self._traced[key] = self._simulated(shape, few, inputs, waits)
+            finally:
+                # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
+                # made while the collector waited are young, so that all others need not be looked through.
+                gc.collect(0)
+                if collects:
+                    gc.enable()
+        return self._traced[key]
+
+    def _simulated(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace | None, waits: bool) -> _Short | None:
+        model, layout = self.model, self._layout
+        with only(model, few):
+            built = trace_step(
+                model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, shortened=few.shortened
+            )
+            machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
+            tower = simulate_tower(built, layout)
+        places = places_of(built, machines[0].evaluated, self._layers.paths[: len(few.chosen)])
+        if not few.all and not serves(few, places):
+            return None
+        waiting = Measured.of(few, places, simulate_step(built, layout, 0)) if waits else None
+        # A graph without cycles is freed at once, and the collector has little to look through.
+        for node in machines[0].evaluated:
+            for sibling in node.siblings:
+                sibling.siblings = []
+            node.siblings = []
+        return _Short(
+            built.before,
+            [Measured.of(few, places, machine) for machine in machines],
+            waiting,
+            without_rule(machines[0].evaluated),
+            built.layer_inputs,
+            0 if tower is None else tower.bytes,
         )
 
     def _products(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace) -> Products:
@@ -204,7 +270,7 @@ class Steps:
         with only(self.model, few):
             built = trace_step(self.model, self.config, short, self._layout, few.checkpoints, layer_inputs=inputs)
             order = [node for phase in built.phases for node in phase.order]
-            places = places_of(built, order, self.model)
+            places = places_of(built, order, self._layers.paths[: len(few.chosen)])
         times = {place: few.times(place) for place in set(places)}
         counted = products(order, (times[place] for place in places[1:]))
         return counted.times(shape.rows * shape.length / (short.rows * short.length))

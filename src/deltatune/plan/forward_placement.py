@@ -17,8 +17,7 @@ from ..models.batch_decoder import PROMPT_TOKENS, is_covered, room_for
 from ..models.generate import begun, cache_bytes, embedded, on_stream_of_answers
 from ..models.head import PIECE, before_head, of_piece, split_head
 from ..models.load import locate
-from ..models.vision.frozen_tower import frozen_tower
-from ..models.vision.split import has_vision
+from ..models.vision.split import frozen_tower, has_vision
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
 from ..ops.recomputation import Checkpoints

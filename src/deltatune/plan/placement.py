@@ -20,9 +20,10 @@ import mlx.nn as nn
 
 from ..errors import UserError
 from ..layers import describe
-from ..machine import backend, disk_rate, host_memory
+from ..machine import backend, host_memory
+from ..machine.disk import disk_rate
 from ..models.checkpoint_files import weight_files
-from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
+from ..models.vision.split import CACHE_BYTES, frozen_tower
 from ..ops.functional import is_floating
 from ..options.config import TrainConfig
 from ..train.by_layer.layer_functions import lowest_layer
@@ -32,36 +33,23 @@ from ..train.loop import Bounds
 from ..train.reports.screen import Fact
 from ..train.setup import Run
 from ..train.tree import array_places, leaves, nbytes
-from . import arithmetic
 from .advice import advice
 from .array_layout import ArrayLayout, LayoutError
 from .device_limits import Brake, brake, device_limits
 from .fit import Planner, shape
-from .forecast import Forecast
-from .layers_on_disk import held, left_on_disk
+from .forecast import Forecast, Products, speed
 from .screen import size, size_above
+from .search import held, left_on_disk
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the frozen weights of a model's layers are.
+    """Where the frozen weights of a model's layers are, which have so many bytes each.
 
-    Args:
-        memory: The memory limit, in bytes.
-        peak: The peak with all weights in memory, in bytes.
-        tokens: The shape of a pass: rows, and tokens of a row.
-        layers: The bytes of each layer's frozen weights.
-        lowest: The first layer that a backward pass reaches; their number without one.
-        streamed: The positions of the layers that stay on the disk, ascending.
-        folder: The folder of the checkpoint.
-        products: The matrix products of a step; None without one.
-        dtype: The dtype of these products.
-        on_host: Whether the host's memory, not the disk, gives them to a GPU.
-        inputs: The bytes of layers' inputs that leave the memory between the passes; 0 where they stay.
-        inputs_on_host: Whether they go to the host's memory, not to the disk.
-        features: The limit of cached features of a frozen vision tower: in `memory`, or in the host's beside a GPU.
-        stored: The store of the weights.
-        model: The model of the layers, in words behind these; empty for the one that trains.
+    A pass over rows and tokens of a row has its `peak` with all weights in memory, and `memory` is the limit. The
+    `streamed` layers stay on the disk, or in the host's memory beside a GPU; a backward pass reaches the layers from
+    the `lowest` on. So many bytes of layers' `inputs` leave the memory between the passes. `features` is the limit of
+    cached features of a frozen vision tower, in `memory` or in the host's. `model` are words behind "layers".
     """
 
     memory: int
@@ -71,7 +59,7 @@ class Placement:
     lowest: int
     streamed: tuple[int, ...]
     folder: Path
-    products: arithmetic.Products | None = None
+    products: Products | None = None
     dtype: mx.Dtype = mx.float32
     on_host: bool = False
     inputs: int = 0
@@ -166,7 +154,7 @@ class Placement:
             text = f"{memory}in the host's memory, from which the GPU copies {size(self.read)} for each {unit}{inputs}"
             return [Fact("memory", f"{text}{features}")]
         file = max(weight_files(self.folder), key=lambda file: file.stat().st_size)
-        rate = disk_rate.measured(file)
+        rate = disk_rate(file)
         speed = f"at the {size(int(rate))} a second measured now"
         if cached(self.folder):
             disk = (
@@ -186,7 +174,7 @@ class Placement:
         words = f"{unit}s that compute for longer do not wait"
         if self.products is None or self.products.largest is None:
             return words
-        computing = self.products.operations / arithmetic.speed(self.products.largest, self.dtype)
+        computing = self.products.operations / speed(self.products.largest, self.dtype)
         tokens = self.tokens[0] * self.tokens[1] * seconds / computing
         return (
             f"its matrix products take about {computing:.1f} s, so that the disk is hidden from about "

@@ -132,7 +132,8 @@ class Simulation:
         self._drain()
 
     def _evaluate(self, node: Node) -> None:
-        stored, queue = self.stored, self._queue
+        stored = self.stored
+        queue = self._queue
         self.evaluated.append(node)
         now = len(self.evaluated)
         inputs = [stored[source.address] for source in node.inputs]
@@ -144,16 +145,17 @@ class Simulation:
             made.buffer.references += 1
             stored[output.address] = made
         written = stored[node.address].buffer
-        holding = inputs if len(outputs) == 1 else (*inputs, *outputs_stored)
-        held = {id(one.buffer): one.buffer for one in holding if one.buffer is not written}
+        held = self._temporaries
+        for one in inputs if len(outputs) == 1 else (*inputs, *outputs_stored):
+            if one.buffer is not written and one.buffer not in held:
+                held.append(one.buffer)
         if self._pace.elements is not None and node.kind not in VIEWS:
             for one in inputs:
                 if not (self._pace.reads_once and one.buffer in queue.read):
                     queue.elements += one.data_size
                     queue.read.add(one.buffer)
-        self._push([*held.values(), *self._temporaries], self._released)
-        if self._temporaries:
-            self._temporaries = []
+        self._temporaries = []
+        self._push(held, self._released)
         if queue.tasks > TASKS_AHEAD:
             self._run_one_task()
         while self._brake is not None and self.live_bytes > self._brake and queue.tasks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,18 +18,17 @@ from ..data.batches.batch import RolloutBatch
 from ..data.preferences.preference import PreferenceBatch
 from ..machine import backend
 from ..models.head import split_head
-from ..models.vision.frozen_tower import FrozenTower
 from ..models.vision.inputs import ImageShapes, blank_vision_batch
-from ..models.vision.split import vision_spec
+from ..models.vision.split import FrozenTower, vision_spec
 from ..ops.functional import modes_kept
 from ..ops.recomputation import Checkpoints
 from ..ops.tracing import trace
 from ..options.config import TrainConfig
-from ..train.batch_loss import Arrays, arrays
+from ..train.batch_loss import Arrays, LossFunction, arrays
 from ..train.by_layer.layer_step import step_of
-from ..train.distillation.teacher import teacher_of
+from ..train.distillation import teacher_of
 from ..train.distributed import World
-from ..train.policy_gradient.policy_loss import needs_old
+from ..train.policy_loss import needs_old
 from ..train.setup import Training, build_step, training
 from ..train.step import Step, Sums
 from ..train.tree import leaves
@@ -37,7 +36,7 @@ from ..train.updates.optimizer import build_optimizer
 from .array_layout import ArrayLayout
 from .graph import Node, all_nodes, evaluation_order, read
 from .simulate import PACES, Amount, Simulation
-from .traced_layers import InputsPlace, NotedPasses, noted_passes, parts_read
+from .traced_layers import InputsPlace, noted_passes, parts_read
 
 _WIDTH = "MLX_BFS_MAX_WIDTH"
 
@@ -122,18 +121,6 @@ def _hidden(config: TrainConfig, rows: int, length: int) -> mx.array:
     return mx.zeros((rows, length, like.shape[-1]), like.dtype)
 
 
-class _Start(NamedTuple):
-    """A step that was not traced yet; `arrays` exist before it, in buffers that some share."""
-
-    step: Step
-    optimizer: Any
-    traced: NotedPasses
-    sums: Sums
-    moments: list[mx.array]
-    arrays: list[mx.array]
-    shared_buffers: list[list[int]]
-
-
 class Before(NamedTuple):
     """The arrays that exist before a step: their memory, and the number and bytes of parameters, gradients, moments."""
 
@@ -142,43 +129,49 @@ class Before(NamedTuple):
     sizes: dict[str, int]
 
 
-@contextlib.contextmanager
-def _set_up(
+class _Start(NamedTuple):
+    """A step that was not traced yet; `arrays` with these `nodes` exist before it, in buffers that some share."""
+
+    step: Step
+    sums: Sums
+    moments: list[mx.array]
+    arrays: list[mx.array]
+    nodes: list[Node]
+    shared_buffers: list[list[int]]
+    before: Before
+
+
+def _start(
     model: nn.Module,
     config: TrainConfig,
     layout: ArrayLayout,
-    checkpoints: Checkpoints | None,
-    layer_inputs: InputsPlace | None,
-) -> Iterator[_Start]:
-    with contextlib.ExitStack() as stack:
-        trained = stack.enter_context(_as_trained(model, config, checkpoints))
-        optimizer = build_optimizer(config)
-        traced = stack.enter_context(noted_passes(model, trained, layer_inputs))
-        step = build_step(model, optimizer, trained.loss, config, World(), step_of(traced.passes))
-        sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
-        moments = _leaves(optimizer.state)
-        arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
-        if trained.teacher is not None and config.memory is None:
-            arrays += _leaves(trained.teacher.state)
-        yield _Start(step, optimizer, traced, sums, moments, arrays, _shared_buffers(step, model, layout))
-
-
-def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout, checkpoints: Checkpoints | None) -> Before:
-    """Return the arrays that exist before a step."""
-    with _set_up(model, config, layout, checkpoints, None) as start:
-        return _before(model, layout, start)
-
-
-def _before(model: nn.Module, layout: ArrayLayout, start: _Start) -> Before:
+    loss: LossFunction,
+    teacher: nn.Module | None,
+    kind: Callable[..., Step] = Step,
+) -> _Start:
+    step = build_step(model, build_optimizer(config), loss, config, World(), kind)
+    sums = Sums(step.zeros(), mx.array(0.0), mx.array(0.0))
+    moments = _leaves(step.optimizer.state)
+    arrays = [*_leaves(model.state), *step.joined, *moments, *_leaves(sums), *step.random]
+    if teacher is not None and config.memory is None:
+        arrays += _leaves(teacher.state)
+    shared_buffers = _shared_buffers(step, model, layout)
     machine = Simulation(layout, backend.here(PACES))
-    machine.add_leaves(read(layout, start.arrays, _addresses(layout, start.arrays)), start.shared_buffers)
-    shared = sum(len(group) - 2 for group in start.shared_buffers)
-    parameters = [array for _, array in leaves(model.parameters())]
-    groups = {"parameters": parameters, "gradients": _leaves(start.step.parameters()), "moments": start.moments}
+    nodes = read(layout, arrays, _addresses(layout, arrays))
+    machine.add_leaves(nodes, shared_buffers)
+    parameters = _leaves(model.parameters())
+    groups = {"parameters": parameters, "gradients": _leaves(step.parameters()), "moments": moments}
     counts = {name: len(arrays) for name, arrays in groups.items()}
-    counts["parameters"] -= shared
+    counts["parameters"] -= sum(len(group) - 2 for group in shared_buffers)
     sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
-    return Before(Amount(machine.live_bytes, machine.live), counts, sizes)
+    before = Before(Amount(machine.live_bytes, machine.live), counts, sizes)
+    return _Start(step, sums, moments, arrays, nodes, shared_buffers, before)
+
+
+def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout) -> Before:
+    """Return the arrays that exist before a step, which is not traced and so needs no loss."""
+    teacher = teacher_of(config) if config.loss == "distill" else None
+    return _start(model, config, layout, lambda *_: (), teacher).before
 
 
 def trace_step(
@@ -196,8 +189,9 @@ def trace_step(
     `checkpoints` and `layer_inputs` are as in forecast_step(); `shortened` leaves out most turns of long loops.
     UserError where options of `config` conflict.
     """
-    with _set_up(model, config, layout, checkpoints, layer_inputs) as start:
-        there = _before(model, layout, start)
+    as_trained = _as_trained(model, config, checkpoints)
+    with as_trained as trained, noted_passes(model, trained, layer_inputs) as traced:
+        start = _start(model, config, layout, trained.loss, trained.teacher, step_of(traced.passes))
         step = start.step
         before = _leaves(model.trainable_parameters())
         sums = start.sums
@@ -209,17 +203,17 @@ def trace_step(
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         with trace.having(shortened=shortened):
-            first, second, gradients = _outputs(step, model, start.optimizer, sums, batch)
+            first, second, gradients = _outputs(step, sums, batch)
         existing = _addresses(layout, existing_arrays)
         # One evaluation of a step as a whole, many of one by layers.
-        phases = _phases(layout, [*start.traced.noted, first], existing)
+        phases = _phases(layout, [*traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
         evaluated = existing | {node.address for node in graphs}
         # Nodes without a kind pass through unchanged.
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         sources = _constants(all_nodes(read(layout, _leaves(batch), existing)), existing)
         known = {node.address for node in [*sources, *(node for node in graphs if node.kind)]}
-        held = read(layout, existing_arrays, existing) + sources
+        held = start.nodes + sources
         held += _constants(graphs, existing | known) + _constants(all_nodes(update_nodes), evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the last graph has read them.
         phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
@@ -229,22 +223,20 @@ def trace_step(
         phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
     referenced = [*existing_arrays, *first, *second, *_leaves(batch), *features]
-    inputs = start.traced.inputs.bytes
     return TracedStep(
-        phases, held, shared_buffers, names, forward, update_from, there, referenced, tower, tower_reads, inputs
-    )
+        phases, held, shared_buffers, names, forward, update_from, start.before, referenced, tower, tower_reads,
+        traced.inputs.bytes,
+    )  # fmt: skip
 
 
-def _outputs(
-    step: Step, model: nn.Module, optimizer: Any, sums: Sums, batch: Any
-) -> tuple[list[mx.array], list[mx.array], Any]:
+def _outputs(step: Step, sums: Sums, batch: Any) -> tuple[list[mx.array], list[mx.array], Any]:
     """Trace one iteration; return the outputs of its first evaluation and of its update, and the gradients."""
     lengths = None if step.routers is None else mx.zeros(len(batch.inputs), mx.int32)
     loss, weight, gradients, figures = step.on_arrays(batch, sums.gradients, lengths)
     new = step.sum_over_ranks(Sums(gradients, sums.loss + loss, sums.weight + weight), figures)
     first = [loss, weight, *figures, *_leaves(new)]
     norm = step.update(*new)
-    return first, [*_leaves(step.parameters()), *_leaves(optimizer.state), norm], gradients
+    return first, [*_leaves(step.parameters()), *_leaves(step.optimizer.state), norm], gradients
 
 
 def _forward(phases: Sequence[Phase], loss: int) -> set[Node]:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..machine import bare_program
+from ..machine.command_line import bare_program
 from .reward_process import HEADER
 
 # The last bytes of the output of a function that are shown.
@@ -60,7 +60,7 @@ class RewardChild:
         pipe = subprocess.PIPE
         # The group of a session of its own is killed whole, and Ctrl-C in a terminal does not reach it.
         self._process = subprocess.Popen(
-            bare_program.command(program, *self._function, self._request.fileno()),
+            bare_program(program, *self._function, self._request.fileno()),
             stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[self._request.fileno()], start_new_session=True,
         )  # fmt: skip
         self._pipes: list[Any] = [self._process.stdin, self._process.stdout, self._process.stderr]

@@ -11,7 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..doctor.implementations import right_here
-from ..machine import backend, disk_rate
+from ..machine import backend
+from ..machine.disk import disk_rate
 from ..ops import operators
 from ..ops.operator import timing
 from ..ops.operator.operator import Operator
@@ -75,7 +76,7 @@ def disk(quick: bool) -> Outcome:
         file = Path(folder) / "random"
         file.write_bytes(os.urandom(2**20) * (4 if quick else 512))
         seconds = 0.1 if quick else 2.0
-        rates = {name: disk_rate.measured(file, seconds, cached=name == "cached") for name in ("uncached", "cached")}
+        rates = {name: disk_rate(file, seconds, cached=name == "cached") for name in ("uncached", "cached")}
     detail = ", ".join(f"{rate / 1e9:.2f} GB/s {name}" for name, rate in rates.items())
     return Outcome(PASSED, detail, facts={"bytes_per_second": rates})
 

@@ -29,20 +29,14 @@ _POSITION_COUNTS = 4
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
 # model's loss takes the images as a fourth argument, VisionArrays. A loss of preferences or of rollouts takes their
 # arrays as its last argument, and returns a third array, [2, figures] (preferences/loss.py,
-# policy_gradient/policy_loss.py).
+# policy_loss.py).
 LossFunction = Callable[..., tuple[mx.array, ...]]
 
 
 class Arrays(NamedTuple):
-    """The arrays of a batch of B rows of T tokens.
+    """The arrays of a batch of B rows of T tokens: tokens, targets, and fp32 weights in the loss, each [B, T].
 
-    Attributes:
-        inputs: The tokens, [B, T], integers.
-        targets: The tokens that follow, [B, T], integers.
-        weights: The weights of the targets in the loss, [B, T], fp32.
-        segments: The documents of packed rows, [B, T], integers.
-        images: A vision model's arrays of the pictures.
-        judged: Further arrays of a loss of preferences or rollouts, by name.
+    `segments` [B, T] are the documents of packed rows. A loss of preferences or rollouts reads `judged`, by name.
     """
 
     inputs: mx.array

@@ -37,8 +37,13 @@ class World:
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
 
-    def _stream(self) -> mx.Stream | None:
-        return stream_of(self.backend) if self.backend else None
+    def _stream(self) -> mx.Stream:
+        """Return this thread's stream for messages: the GPU's default stream under NCCL, a CPU stream of its own else.
+
+        NCCL requires a GPU's stream. One of its own would let messages travel while the GPU computes, but steps take
+        7 % longer with it (docs/decisions/nvidia-step.md). All messages share the stream, which keeps their order.
+        """
+        return mx.default_stream(mx.gpu) if self.backend == "nccl" else _cpu_stream_of(threading.get_ident())
 
     @property
     def main(self) -> bool:
@@ -124,15 +129,6 @@ def _join() -> tuple[str | None, mx.distributed.Group]:
 @cache
 def _cpu_stream_of(thread: int) -> mx.Stream:
     return mx.new_thread_unsafe_stream(mx.cpu)
-
-
-def stream_of(backend: str) -> mx.Stream:
-    """Return this thread's stream for messages: the GPU's default stream under NCCL, a CPU stream of their own else.
-
-    NCCL requires a GPU's stream. One of its own would let messages travel while the GPU computes, but steps take 7 %
-    longer with it (docs/decisions/nvidia-step.md). All messages share the stream, so that they keep their order.
-    """
-    return mx.default_stream(mx.gpu) if backend == "nccl" else _cpu_stream_of(threading.get_ident())
 
 
 def _messages(flat: Iterable[tuple[str, mx.array]]) -> Iterator[list[tuple[str, mx.array]]]:

@@ -24,7 +24,7 @@ import mlx.nn as nn
 
 from ..data import Batch
 from ..machine import backend
-from ..machine.numpy_arrays import as_numpy
+from ..machine.host_memory import as_numpy
 from ..options.config import TrainConfig
 from .distributed import World
 from .ending.early_end import Ending

@@ -24,12 +24,9 @@ ROOM = {"metal": 1.1, "cuda": 1.3}
 class FreedMemory:
     """Bounds MLX's memory on a GPU while a `with` block runs; MLX's own limit is restored afterwards.
 
-    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use.
-
-    Args:
-        threshold: A number of bytes. If more is kept after an iteration, all of it is given back, and there is no
-            other bound. None for the bound by the peak.
-        limit: The bytes above which MLX gives back its cache, and waits for its queued work. None for MLX's own limit.
+    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use. With
+    a `threshold` in bytes there is no such bound: if more is kept after an iteration, all of it is given back. Above
+    the bytes of `limit`, or of its own limit, MLX gives back its cache and waits for its queued work.
     """
 
     def __init__(self, threshold: int | None = None, limit: int | None = None):

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from ..data import Batch, BatchOrder
 from ..errors import NoResultError, UserError
+from ..ops.functional import is_finite
 from ..options.config import TrainConfig
 from ..rewards import RewardError
 from .by_layer.store import Store
@@ -34,11 +35,13 @@ from .rollouts.rollout_order import RolloutOrder
 from .saved.outputs import Outputs
 from .saving import Saving
 from .setup import Training
-from .training_state import TrainingOrder
+from .tree import leaves
 from .updates.routers import router_figures
 
 # Iterations of more seconds are not worth an early start, and a second Ctrl-C has to wait for one that began early.
 LONGEST = 1.0
+# The answers to more prompts than these take a time that is announced.
+_FEW_PROMPTS = 3
 
 
 class StopTraining(Exception):  # noqa: N818 (a request, and no error)
@@ -101,17 +104,16 @@ class Iterations:
         self._trained = trained
         self._watched = nonfinite.watched(trained.layers)
         self._figures = trained.figures + router_figures(parts.model)
-        self._evaluation = self._evaluation_of(engine.state.order, trained)
+        order = engine.state.order
+        # By rewards, where the batches are sampled by them.
+        self._evaluation: Evaluation | RewardEvaluation
+        if isinstance(order, RolloutOrder):
+            self._evaluation = RewardEvaluation(order.sampler, parts.config, parts.world)
+        else:
+            self._evaluation = Evaluation(parts.model, trained, parts.world, parts.weights)
         self._stopped = False
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
-
-    def _evaluation_of(self, order: TrainingOrder, trained: Training) -> Evaluation | RewardEvaluation:
-        """Return the evaluation of the run: by rewards, where the batches are sampled by them."""
-        parts = self.parts
-        if isinstance(order, RolloutOrder):
-            return RewardEvaluation(order.sampler, parts.config, parts.world)
-        return Evaluation(parts.model, trained, parts.world, parts.weights)
 
     def run(self) -> None:
         """Train until the last iteration, or until the validation loss has stopped improving; save the last state."""
@@ -213,6 +215,8 @@ class Iterations:
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
+        if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
+            parts.screen.say(f"Answering {count:,} sample prompts, --sample-max-tokens each at most.")
         try:
             answers = parts.samples.on_main(parts.world, self._ending)
         except NoResultError as error:
@@ -295,10 +299,8 @@ class Iterations:
         due = [config.save_every]
         if parts.callbacks.on_report is not None:
             due.append(config.steps_per_report)
-        if parts.valid_order is not None and config.val_batches:
+        if parts.samples.prompts or (parts.valid_order is not None and config.val_batches):
             due.append(config.steps_per_eval)
-        if parts.samples.prompts:
-            due.append(config.steps_per_sample or config.steps_per_eval)
         return all(at % interval for interval in due)
 
     def _save(self, *, finished: bool = False, stopping: bool = False) -> None:
@@ -323,7 +325,8 @@ class Iterations:
         self._ending.in_order()
         self.state.end_update()
         damage = nonfinite.damage(parts.model, parts.weights)
-        worth_saving = damage is None or nonfinite.trained_is_finite(parts.model)
+        trained = leaves(parts.model.trainable_parameters())
+        worth_saving = damage is None or all(is_finite(leaf) for _, leaf in trained)
         if worth_saving:
             self._saving.save_last_update()
         if damage is not None:

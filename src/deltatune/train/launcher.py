@@ -25,12 +25,8 @@ class Launcher:
 
     The main thread may build on arrays under evaluation, but must not evaluate arrays of `stream` before settle() has
     returned. Nor may it give up an array that is one of several results of an operation, while that operation is
-    evaluated.
-
-    Attributes:
-        stream: The stream on which everything is made that is launched here.
-        compilations: The number of steps that were compiled. A new one reads arrays for the first time, which may have
-            been made on another stream, so that only the main thread can evaluate it.
+    evaluated. All that is launched here is made on `stream`. `compilations` counts the compiled steps: a new one reads
+    arrays for the first time, which may have been made on another stream, so that only the main thread evaluates it.
     """
 
     def __init__(self) -> None:

@@ -15,27 +15,25 @@ import mlx.nn as nn
 
 from ..data import Splits
 from ..data.batches.order import PeekableOrder
-from ..data.chats.answer_ends import ending_answers
+from ..data.chats.answers import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference
-from ..data.prompt_rows import PromptExample
+from ..data.prompts import PromptExample
 from ..errors import UserError
 from ..lora import load_adapter_weights
 from ..machine import backend
 from ..machine.awake import awake
 from ..models.batch_decoder import has_row_caches
 from ..models.load import Loaded
-from ..models.vision.frozen_tower import CACHE_BYTES
-from ..models.vision.split import has_vision
+from ..models.vision.split import CACHE_BYTES, has_vision
 from ..models.vocabulary import check_examples, lacks_rows
 from ..ops.operator.rankings import Rankings
 from ..ops.recomputation import Checkpoints
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
 from ..options.config import TrainConfig
 from ..rewards import Rewards
-from .by_layer.layer_step import by_layers, step_of
+from .by_layer.layer_step import by_layers, step_of, streamed_teacher
 from .by_layer.store import Store
-from .by_layer.streamed_teacher import streamed_teacher
 from .distributed import World
 from .ending.early_end import Ending
 from .engine import EarlyEngine, Engine, starts_early
@@ -45,8 +43,7 @@ from .evaluation.samples import Samples
 from .freed_memory import FreedMemory
 from .iterations import Callbacks, Iterations, Parts
 from .launcher import Launcher
-from .learned_positions import check_positions
-from .options_check import check_trainable, check_updates
+from .options_check import check_positions, check_trainable, check_updates
 from .progress import Progress, Result
 from .reports import announce
 from .reports.announce import trainable_count
@@ -54,7 +51,7 @@ from .reports.reporting import Reporting
 from .reports.screen import Fact, Screen
 from .rollouts.answer_sampler import check_covered
 from .rollouts.sampled_run import sampled_order, say_reward
-from .saved import content, state
+from .saved import state
 from .saved.folder import RunFolder
 from .saved.outputs import Outputs
 from .saving import Saving, agree_on_choices, kept_choices
@@ -157,7 +154,7 @@ class Trainer:
         on_host = 0 if weights is None else weights.on_host
         self._folder = folder or RunFolder(config, world)
         outputs = Outputs(model, tokenizer, config, model_config)
-        self._facts = content.facts(model, config, model_config, weights, self._bounds.teacher)
+        self._facts = state.digests(model, config, model_config, weights, self._bounds.teacher)
         self._identity = state.fingerprint(config, model=config.model, **self._facts)
         self.model = model
         self.config = config
@@ -298,7 +295,7 @@ class Trainer:
         screen = parts.screen
         of_run = parts.model, parts.config, self.splits, trained, self._train_order, parts.world
         facts = announce.facts(*of_run, verbose=screen.verbose)
-        for fact in [*facts, *announce.implementations(chosen)]:
+        for fact in [*facts, *parts.samples.notes, *announce.implementations(chosen)]:
             screen.say(fact)
         screen.panel("deltatune train")
         screen.expect([*trained.figures, *router_figures(parts.model)])

@@ -26,11 +26,8 @@ from .training_state import TrainingState
 class Saving:
     """Saves and restores a run: its state in place, its metrics with each save, its report after it. Rank 0 writes.
 
-    `identity` are the options and facts that a continuation must share (state.fingerprint).
-
-    Attributes:
-        saved: The iteration after which the state was last saved; -1 if it never was.
-        writing: Whether files are being written, which may take long.
+    `identity` are the options and facts that a continuation must share (state.fingerprint). `saved` is the iteration
+    after which the state was last saved, -1 if it never was; `writing` says whether files are being written.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ import mlx.optimizers
 from mlx.utils import tree_map
 
 from ..data import Batch, BatchOrder, Splits
+from ..data.batches.batch import row_capacity
 from ..data.batches.order import AnsweredOrder
-from ..data.batches.packing import row_capacity
 from ..data.batches.stream_order import StreamedSplits, StreamOrder
 from ..data.datasets import first_image, load_datasets
 from ..data.example import Example
@@ -29,31 +29,33 @@ from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import load, refused_by_mlx_vlm
 from ..models.document_isolation import check_packing
-from ..models.embedding_noise import noisy_embedding
+from ..models.generate import PolicyHead, SampledPolicy
 from ..models.head import split_head
 from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
 from ..models.load import Loaded, comes_from_hub, locate, refuse_unserved
-from ..models.sampled_policy import PolicyHead, SampledPolicy
 from ..models.vision.split import has_vision, split_vision, vision_spec
-from ..models.vocabulary import check_examples, resize_embeddings
+from ..models.vocabulary import check_examples, noisy_embedding, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
 from ..patches import INFERENCE, PACKING, TRAINING, PatchReport, patched
 from .batch_loss import LossFunction, chunked_loss, full_loss
-from .distillation.distillation_loss import distillation_loss
-from .distillation.teacher import checked_teacher, teacher_of
+from .distillation import checked_teacher, distillation_loss, teacher_of
 from .distributed import World
-from .learned_positions import check_positions
 from .mtp_loss import FIGURES, mtp_loss
-from .options_check import check_options
-from .policy_gradient.policy_loss import figures_of, rollout_loss
-from .preferences.loss import TokenLosses, chunked_token_losses, full_token_losses, preference_loss
-from .preferences.objectives import Objective, objective_of
+from .options_check import check_options, check_positions
+from .policy_loss import figures_of, rollout_loss
+from .preferences.objectives import (
+    Objective,
+    TokenLosses,
+    chunked_token_losses,
+    full_token_losses,
+    objective_of,
+    preference_loss,
+)
 from .step import Step
-from .updates.optimizer import UpdateOptions
-from .updates.parameter_groups import parameter_groups
+from .updates.optimizer import UpdateOptions, parameter_groups
 from .updates.routers import router_losses
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
@@ -295,22 +297,13 @@ def _parts(model: nn.Module, compare: bool) -> tuple[tuple[Any, Any] | None, str
     return (split.backbone, split.head), _CHUNKED
 
 
-def as_it_is(batch: Batch) -> Batch:
-    """Return a batch."""
-    return batch
-
-
 @dataclass(frozen=True)
 class Training:
     """A model's set-up by training(); `loss_kind` and `compiled` describe the loss and the compiled step in words.
 
-    Attributes:
-        objective: The preference loss, or None for another one.
-        token_losses: For a loss of preferences or rollouts, the tokens' losses.
-        figures: The names of the figures that a loss reports besides its sums.
-        passes: The passes of a step by layers (by_layer.layer_passes), where weights are not all in memory.
-        teacher: The model that the loss imitates, where it imitates one.
-        taught: Returns a batch with the arrays that a teacher computes before the step.
+    `objective` is a preference loss, `token_losses` the tokens' losses of one or of rollouts, and `figures` the names
+    of figures that a loss reports besides its sums. `passes` are those of a step by layers (by_layer.layer_passes),
+    where weights are not all in memory. `taught` returns a batch with the arrays that `teacher` computes before a step.
     """
 
     loss: LossFunction
@@ -323,7 +316,7 @@ class Training:
     figures: tuple[str, ...] = ()
     passes: Any = None
     teacher: nn.Module | None = None
-    taught: Callable[[Batch], Batch] = as_it_is
+    taught: Callable[[Batch], Batch] = lambda batch: batch
 
 
 @contextlib.contextmanager
@@ -378,18 +371,15 @@ def with_loss(
         return Training(loss, words, layers, patches, compiled, teacher=teacher)
     objective = objective_of(config)
     if objective is None:
-        of_policy = _policy_losses(parts, kind, config, SampledPolicy.of(config, model))
+        policy = SampledPolicy.of(config, model)
+        backbone, head = _needed(parts, kind, config)
+        of_policy = chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
         loss = rollout_loss(of_policy, config)
         figures = figures_of(config)
         return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
     return Training(loss, kind, layers, patches, compiled, objective, token_losses, objective.figures)
-
-
-def _policy_losses(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig, policy: SampledPolicy) -> TokenLosses:
-    backbone, head = _needed(parts, kind, config)
-    return chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
 
 
 def _needed(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> tuple[Any, Any]:

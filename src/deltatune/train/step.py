@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 
 from ..data import Batch
 from ..lora.linear import factor_dtypes
-from ..models.vision.frozen_tower import CACHE_BYTES, frozen_tower
+from ..models.vision.split import CACHE_BYTES, frozen_tower
 from ..ops.pointwise import adam
 from ..ops.random_state import drawing_with
 from .batch_loss import Arrays, LossFunction, arrays, mean_loss_and_gradients
@@ -51,10 +51,8 @@ class MicroBatch(NamedTuple):
 class StepMachine(NamedTuple):
     """The resources of the machine that a step uses.
 
-    Attributes:
-        launcher: The thread that evaluates the results while this one builds on them, or gives them up. No result is
-            then one of several that an operation computes together.
-        feature_bytes: The limit of cached features of a frozen vision tower, in bytes of main memory.
+    `launcher` evaluates the results while the main thread builds on them, or gives them up: no result is then one of
+    several that an operation computes together. Features of a frozen vision tower take `feature_bytes` of main memory.
     """
 
     launcher: Launcher | None = None
@@ -69,12 +67,7 @@ class Step:
     with the model and the optimizer's state.
 
     The optimizer is initialised here. By default each micro-batch makes an update, without clipping, in the main
-    thread, with 1 GiB for features of images.
-
-    Attributes:
-        bundles: Which parameters are joined for the optimizer.
-        tower: The model's frozen vision tower; None without one.
-        random: The random key, [2] uint32, from which the next micro-batch draws, as the one item of a list.
+    thread, with 1 GiB for features of images. The next micro-batch draws from the key in the list `random`.
     """
 
     def __init__(

@@ -86,10 +86,10 @@ def test_the_counted_tokens_are_the_answers_as_generated(tokenizer, folder, name
         ]
         assert all(tokens[:start] in prompts for start in starts)
     reasoning = [note for note in splits.notes if "does not write" in note]
-    assert [f"{EXPECTED[name]['unwritten']} answers have" in note for note in reasoning] == [True] * bool(
-        EXPECTED[name]["unwritten"]
-    )
-    assert any("1 of 1 conversations take several rows" in note for note in splits.notes) == (
+    assert [re.match(rf".*: {EXPECTED[name]['unwritten']} answers? ha", note) is not None for note in reasoning] == [
+        True
+    ] * bool(EXPECTED[name]["unwritten"])
+    assert any("1 of 1 conversations takes several rows" in note for note in splits.notes) == (
         len(EXPECTED[name]["counted"]) > 1
     )
 

@@ -1,17 +1,21 @@
 """Each part of a conversation is in its tokens, or counted by its kind and noted."""
 
+import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
-from mlx_lm.tokenizer_utils import load
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers import AutoTokenizer
 
 from deltatune.data.chats.unwritten import note
 from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.row_formats import Features
 from deltatune.data.text import TextEncoder
+from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
+from deltatune.models.load import load
 from spoken_rows import checked_kinds
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -59,7 +63,7 @@ def with_template(tokenizers, tmp_path):
         inner.chat_template = template
         shutil.rmtree(folder)
         inner.save_pretrained(folder)
-        return load(folder)
+        return load_tokenizer(folder)
 
     return factory
 
@@ -87,7 +91,7 @@ TEXT = {"role": "assistant", "content": "a"}
 def counted(tokenizer, row, **options):
     encode = TextEncoder(tokenizer, Features(), None, **options)
     encode(row, "file:1")
-    return dict(encode.unwritten.counts)
+    return dict(encode.unwritten)
 
 
 def test_a_lost_text_that_stands_elsewhere_is_counted(with_template):
@@ -211,3 +215,48 @@ def test_prompts_of_rewards_are_checked_as_other_chats_are(tokenizers, folder, m
     config = folder(train=[{"prompt": [message, *ASKED]}], **REWARDED)
     with pytest.raises(UserError, match=rf"train.jsonl:1: {said}" if "role" in said else said):
         load_datasets(config, tokenizers("plain"))
+
+
+# scripts/make_env installs TRL without what it requires, so it is not imported.
+PLACE = importlib.util.find_spec("trl")
+FOLDER = Path(PLACE.submodule_search_locations[0] if PLACE else "trl") / "chat_templates"
+# Templates as models have them, those for TRL's training are its own; and those of the families in this folder.
+PATHS = [path for path in sorted(FOLDER.glob("*.jinja")) if not path.stem.endswith("_training")]
+PATHS += sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))
+# What templates are known to lose, and so must be counted for some row.
+SEEN = {
+    "qwen3": {"developer messages"},
+    "qwen2_5": {"developer messages"},
+    "glm4moe": {"developer messages"},
+    "phi3": {"developer messages", "tools"},
+    "cohere2": {"developer messages"},
+    "gptoss": {"system messages", "calls after the first"},
+    "llama3_1": {"text beside a call"},
+}
+# Templates whose prompt begins no answer, that take lists of parts alone, or that want a BOS token.
+REFUSED = {"deepseek_r1_distill", "idefics3", "llama3", "llava_next", "smolvlm"}
+# The others are weekly: these lose each kind of part, call tools in each way, or are refused.
+QUICK = {path for path in PATHS if path.parent.name == "templates" or path.stem in {*SEEN, "gemma4_v5", "llama3"}}
+
+
+@pytest.fixture(scope="module")
+def public_tokenizer():
+    return load(MODEL).tokenizer
+
+
+def test_thirty_templates_are_read():
+    assert sum(path.stem not in REFUSED for path in PATHS) >= 30
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path in QUICK else [pytest.mark.weekly], id=f"{path.parent.name}-{path.stem}")
+        for path in PATHS
+    ],
+)
+def test_each_part_is_in_the_tokens_of_public_templates_or_counted(public_tokenizer, path):
+    public_tokenizer.chat_template = path.read_text(encoding="utf-8")
+    kinds, read = checked_kinds(public_tokenizer, rows=12, seed=1)
+    assert read or path.stem in REFUSED
+    assert kinds >= SEEN.get(path.stem, set())

@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from added_ends import with_first_token
+from console import called
 from deltatune.data import BatchOrder
-from deltatune.data.batches.packing import row_capacity
-from deltatune.data.datasets import load_datasets
+from deltatune.data.batches.batch import row_capacity
+from deltatune.data.datasets import first_image, load_datasets
 from deltatune.errors import UserError
 from deltatune.models.load import load
 from deltatune.options.config import TrainConfig
@@ -120,61 +122,7 @@ def test_pairs_made_equal_by_truncation_are_left_out(read, tokenizer):
     ]
     examples, notes = read(rows, max_seq_length=4)
     assert len(examples) == 1
-    assert any("1 pairs were left out" in note for note in notes)
-
-
-REFUSED = {
-    "one side": ({"prompt": "a", "chosen": "b"}, "'rejected' is missing or null, so this is no pair"),
-    "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "'chosen' is missing or null"),
-    "no side": ({"prompt": "a", "completion": "b"}, "'completion'. To imitate answers, leave --loss out"),
-    "equal": ({"prompt": "a", "chosen": " b", "rejected": " b"}, "chosen and rejected are equal"),
-    "equal messages": ({"chosen": [QUESTION, YES], "rejected": [QUESTION, YES]}, "chosen and rejected are equal"),
-    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
-    "no prompt": ({"prompt": "", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
-    "nothing shared": ({"chosen": "a b", "rejected": "c d"}, "begin differently and there is no prompt"),
-    "no prefix": ({"prompt": "the do", "chosen": "g jumps", "rejected": "t"}, "no prefix .* merges with what follows"),
-    "repeated in what is rejected": (
-        {"prompt": [QUESTION], "chosen": [YES], "rejected": [QUESTION | {"name": None}, NO]},
-        "rejected repeats the prompt",
-    ),
-    "an answer that says nothing": (
-        {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO | {"content": " "}]},
-        "message 2: empty answer",
-    ),
-    "repeated": ({"prompt": [QUESTION], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "repeats the prompt"),
-    "other prompt": ({"prompt": "x", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, "do not begin with it"),
-    "two kinds": ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "chosen a text, rejected messages"),
-    "a number": ({"prompt": "a", "chosen": 1, "rejected": "b"}, "'chosen': expected a string or a list of messages"),
-    "one is a prefix": ({"chosen": [QUESTION, YES], "rejected": [QUESTION]}, "'rejected' has no message of its own"),
-    "labelled": ({"prompt": "a", "completion": "b", "label": True}, "is for --loss kto; this loss needs pairs"),
-    "a list": ([1], "expected an object"),
-}
-
-
-@pytest.mark.bad_input("a pair of answers: {name}")
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_pairs_are_named_by_file_and_line(name, read):
-    row, message = REFUSED[name]
-    with pytest.raises(UserError, match=rf"train.jsonl:2: .*{message}"):
-        read([{"prompt": "a", "chosen": " b", "rejected": " c"}, row])
-
-
-LABELS = {
-    "a repeated prompt": (
-        {"prompt": [QUESTION], "completion": [QUESTION, YES], "label": True},
-        "2: .*repeats the prompt",
-    ),
-    "a label of another kind": ({"prompt": "a", "completion": " b", "label": "good"}, "2: 'label': expected true or"),
-    "no answer": ({"prompt": "a", "completion": None, "label": True}, "2: a prompt or a completion is missing"),
-}
-
-
-@pytest.mark.bad_input("an answer with a label: {name}")
-@pytest.mark.parametrize("name", LABELS)
-def test_bad_labels_are_named_by_file_and_line(name, read):
-    row, message = LABELS[name]
-    with pytest.raises(UserError, match=rf"train.jsonl:{message}"):
-        read([{"prompt": "a", "completion": " b", "label": True}, row], loss="kto")
+    assert any("1 pair was left out" in note for note in notes)
 
 
 def test_empty_fields_of_a_pair_are_absent(read, tokenizer):
@@ -225,3 +173,109 @@ def test_batches_hold_every_pair_once_with_its_own_numbers(packed, read):
                 assert batch.weights[row][here].sum() == held.tokens[slot, side] == document.targets.sum()
                 assert held.lengths[slot, side] == here.sum()
     assert sorted(seen) == list(range(7))
+
+
+def part(name):
+    return {"type": "image", "image": name}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def answer(content):
+    return {"role": "assistant", "content": content}
+
+
+IMAGES = {"images": ["a.png"]}
+BESIDE = {"prompt": [user("what?")], "chosen": [YES], "rejected": [NO], **IMAGES}
+PLACED = user([part("a.png"), text("what?")])
+SAME = {
+    "a part of the prompt": {"prompt": [PLACED], "chosen": [YES], "rejected": [NO]},
+    "a part with a path": {
+        "prompt": [user([{"type": "image", "path": "a.png"}, text("what?")])], "chosen": [YES], "rejected": [NO],
+    },
+    "parts everywhere": {"prompt": [PLACED], "chosen": [answer([text("yes")])], "rejected": [answer([text("no")])]},
+    "no prompt": {"chosen": [PLACED, YES], "rejected": [PLACED, NO]},
+    "a prompt that is a text": {"prompt": "what?", "chosen": [PLACED, YES], "rejected": [PLACED, NO]},
+    "a place for the row's own": {
+        "prompt": [user([{"type": "image"}, text("what?")])], "chosen": [YES], "rejected": [NO], **IMAGES,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def read_pictured(tmp_path, loaded, processors):
+    """read_pictured(rows, **options) -> the source of the first image, and the preferences of these rows."""
+    draw = np.random.default_rng(0)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(draw.integers(0, 255, (48, 32, 3), dtype=np.uint8)).save(tmp_path / name)
+
+    def read_rows(rows, **options):
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = TrainConfig(data=str(tmp_path), batch_size=1, **({"loss": "dpo"} | options))
+        found = first_image(config)
+        if found is None:
+            return None, []
+        return found, load_datasets(config, loaded.tokenizer, processors).train
+
+    return read_rows
+
+
+@pytest.mark.parametrize("where", SAME)
+def test_a_picture_in_a_part_is_that_picture_beside_the_messages(where, read_pictured):
+    _, (beside,) = read_pictured([BESIDE])
+    found, (one,) = read_pictured([SAME[where]])
+    assert found.endswith("train.jsonl:1")
+    for document, expected in zip(one.documents, beside.documents, strict=True):
+        assert document.tokens.tolist() == expected.tokens.tolist()
+        assert document.targets.tolist() == expected.targets.tolist()
+        assert document.pictures.values == ("a.png",)
+        assert document.pictures.digests == expected.pictures.digests
+        assert document.pictures.positions.tolist() == expected.pictures.positions.tolist()
+
+
+def test_the_command_trains_on_a_picture_in_a_part(read_pictured, tiny_vision_checkpoint, tmp_path):
+    read_pictured([SAME["a part of the prompt"]])
+    out = tmp_path / "out"
+    done = called(
+        "train", "--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--loss", "dpo", "--iters", 1,
+        "--batch-size", 1, "--steps-per-report", 1, "--adapter-path", out,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["train_loss"] == pytest.approx(np.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_picture_in_an_answer_is_found(side, read_pictured):
+    row = {"prompt": [user("what?")], "chosen": [YES], "rejected": [NO]}
+    found, (_, one) = read_pictured([row, row | {side: [answer([part("a.png"), text("this")])]}])
+    assert found.endswith("train.jsonl:2")
+    assert [len(document.pictures.values) for document in one.documents] == [side == "chosen", side == "rejected"]
+
+
+def test_answers_may_differ_in_their_picture_alone(read_pictured):
+    sides = {name: [user([part(f"{letter}.png")]), YES] for name, letter in (("chosen", "a"), ("rejected", "b"))}
+    _, (one,) = read_pictured([{"prompt": [{"role": "system", "content": "look"}], **sides}])
+    chosen, rejected = one.documents
+    assert chosen.tokens.tolist() == rejected.tokens.tolist()
+    assert chosen.pictures.digests != rejected.pictures.digests
+    sides = {name: [user([part("a.png")]), YES] for name in ("chosen", "rejected")}
+    with pytest.raises(UserError, match=r"train\.jsonl:1: chosen and rejected are equal"):
+        read_pictured([{"prompt": [{"role": "system", "content": "look"}], **sides}])
+
+
+def test_a_loss_that_takes_no_images_refuses_a_part(read_pictured):
+    row = {"prompt": [PLACED], "completion": [YES], "label": True}
+    with pytest.raises(UserError, match=r"train\.jsonl:1: --loss kto does not take images"):
+        read_pictured([row, row], loss="kto")
+
+
+def test_texts_in_parts_need_no_vision_tower(read_pictured):
+    row = {"prompt": [user([text("what?")])], "chosen": [answer([text("yes")])], "rejected": [NO]}
+    assert read_pictured([row | {"note": 'an "image"'}])[0] is None

@@ -1,9 +1,17 @@
+import csv
 import dataclasses
+import gzip
+import json
+import ssl
+from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import datasets
 import huggingface_hub
 import pytest
 
+from console import called
+from deltatune.data import datasets as data_sets
 from deltatune.data import load_datasets
 from deltatune.data.rows.sources import hugging_face, jsonl
 from deltatune.errors import UserError
@@ -12,9 +20,9 @@ ROWS = [{"text": f"row number {number}", "note": "aside"} for number in range(20
 
 
 @pytest.fixture(autouse=True)
-def hub(monkeypatch, tmp_path):
+def out_of_reach(monkeypatch, tmp_path_factory):
     """Give the test a cache of its own, and keep it from reaching the hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
@@ -39,6 +47,7 @@ def test_lines_with_their_numbers(tmp_path):
         (b"{'text': 'a'}", r"not JSON: .* at column 2; expected one object a line"),
         (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13; "),
         (b'{"text": "\xc3\xa4\xe4"}', "not UTF-8 .byte 0xe4 at column 12."),
+        (b'{"text": "a", "text": "b"}', "the key 'text' stands there twice"),
         (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data at column 15"),
         (b'{"text": "\xe4"}', "not UTF-8 .byte 0xe4 at column 11.; save the file as UTF-8"),
         (b'{"text": "\\ud83d"}', "half of a character"),
@@ -48,11 +57,9 @@ def test_lines_with_their_numbers(tmp_path):
 def test_bad_lines_are_named(tmp_path, line, message):
     with pytest.raises(UserError, match=rf"train.jsonl:3: .*{message}"):
         lines(tmp_path, b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
-
-
-def test_columns_behind_a_byte_order_mark(tmp_path):
-    with pytest.raises(UserError, match=r"train.jsonl:1: not UTF-8 .byte 0xe4 at column 11."):
-        lines(tmp_path, b'\xef\xbb\xbf{"text": "\xe4"}\n')
+    # Columns are counted behind a byte order mark.
+    with pytest.raises(UserError, match=rf"train.jsonl:1: .*{message}"):
+        lines(tmp_path, b"\xef\xbb\xbf" + line)
 
 
 def parquet(folder, **splits):
@@ -143,13 +150,6 @@ def test_splits_that_are_missing(tmp_path, tokenizer, folder):
         load_datasets(config, tokenizer)
 
 
-def test_a_hub_name_out_of_reach_is_one_message():
-    with pytest.raises(
-        UserError, match="nobody/nothing: no such data, neither a folder here nor a data set of the Hugging"
-    ):
-        hugging_face("nobody/nothing")
-
-
 @pytest.mark.bad_input("Parquet and Arrow files that are damaged or incomplete")
 def test_damaged_files_are_called_damaged(tmp_path, tokenizer, folder, capfd):
     parquet(tmp_path / "whole", train=ROWS)
@@ -194,11 +194,10 @@ def named_like_formats(folder):
 def test_a_folder_named_like_a_format_is_the_folder(tmp_path, tokenizer, folder, monkeypatch):
     named_like_formats(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in FORMATS:
-        for streaming in (False, True):
-            config = folder(data=name, streaming=streaming, val_batches=0)
-            found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
-            assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
+    for name, streaming in ((FORMATS[0], True), *((name, False) for name in FORMATS)):
+        config = folder(data=name, streaming=streaming, val_batches=0)
+        found = {tokenizer.decode(one.tokens) for one in load_datasets(config, tokenizer).train}
+        assert found == {f"of {name}<|im_end|>", "and again<|im_end|>"}
     split = {"path": "csv", "train_split": "train", "valid_split": "train"}
     config = dataclasses.replace(config, data=None, streaming=False, hf_dataset=split)
     assert len(load_datasets(config, tokenizer).train) == 2
@@ -217,3 +216,211 @@ def test_the_name_of_a_format_does_not_read_the_current_folder(tmp_path, tokeniz
         with pytest.raises(UserError, match=r"^csv: no such folder; to the datasets library this is the name of a fo"):
             load_datasets(config, tokenizer)
     assert capsys.readouterr().err == ""
+
+
+TEXTS = [{"text": "first row ü"}, {"prompt": "a", "completion": "b"}]
+
+
+def read(folder, tokenizer, content, **options):
+    config = folder(**options)
+    with open(f"{config.data}/train.json", "wb") as file:
+        file.write(content)
+    return load_datasets(config, tokenizer).train
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_gives_the_tokens_of_the_same_lines(tokenizer, folder, tmp_path, indent):
+    lines = load_datasets(folder(train=TEXTS), tokenizer).train
+    (tmp_path / "train.jsonl").unlink()
+    for start in (b"", b"\xef\xbb\xbf"):
+        content = start + json.dumps(TEXTS, indent=indent, ensure_ascii=False).encode()
+        found = read(folder, tokenizer, content)
+        assert [example.tokens.tolist() for example in found] == [example.tokens.tolist() for example in lines]
+        assert found[1].source == f"{tmp_path}/train.json row 2"
+
+
+def test_a_json_file_may_hold_lines(tokenizer, folder, tmp_path):
+    found = read(folder, tokenizer, "".join(json.dumps(row) + "\n" for row in TEXTS).encode())
+    assert found[1].source == f"{tmp_path}/train.json:2"
+
+
+@pytest.mark.bad_input("a damaged file with an array of rows")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b'[{"text": "a"},\n {"text": "b"}\n',
+            r"train.json:2: not JSON: .* at column 15; expected an array of objects",
+        ),
+        (b'[{"text": "\xe4"}]', r"train.json:1: not UTF-8 \(byte 0xe4 at column 12\)"),
+        (b'[\n{"text": "\xc3\xa4\xe4"}]', r"train.json:2: not UTF-8 \(byte 0xe4 at column 12\); save the file"),
+        (b'[{"text": "\\ud83d"}]', "half of a character"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'[{"text": ' + b"1" * 5000 + b"}]", r"train.json: not JSON that can be read: .*\(4300 digits\)"),
+        (b"[1]", r"train.json row 1: expected an object with"),
+        (b"[]", "no example left to train on"),
+    ],
+)
+def test_damaged_arrays(tokenizer, folder, content, message):
+    with pytest.raises(UserError, match=message):
+        read(folder, tokenizer, content)
+
+
+@pytest.mark.bad_input("a split in two files, or an array that is to be streamed")
+def test_two_files_and_streams(tokenizer, folder):
+    with pytest.raises(UserError, match=r"train.json: streaming reads JSONL; .* into train.jsonl"):
+        read(folder, tokenizer, json.dumps(TEXTS).encode(), streaming=True)
+    with pytest.raises(UserError, match=r"both train.jsonl and train.json hold the train split; keep one of them"):
+        read(folder, tokenizer, json.dumps(TEXTS).encode(), train=TEXTS)
+
+
+@pytest.fixture
+def starting(tokenizer):
+    """The tokenizer with a start token, which it puts before no text by itself."""
+    tokenizer._tokenizer.bos_token = "<|endoftext|>"
+    yield tokenizer
+    tokenizer._tokenizer.bos_token = None
+
+
+def test_texts_that_hold_the_start_token_already_are_noted_once(starting, folder):
+    doubled = {"text": "<|endoftext|><|endoftext|>a text"}
+    splits = load_datasets(folder(train=[doubled, {"text": "<|endoftext|>one"}], valid=[doubled]), starting)
+    notes = [note for note in splits.notes if "twice" in note]
+    assert len(notes) == 1
+    assert "train.jsonl: 1 text begins with <|endoftext|> twice: the data hold it already" in notes[0]
+    assert not [note for note in load_datasets(folder(train=TEXTS, valid=TEXTS), starting).notes if "twice" in note]
+
+
+# Without a guess, "007" is no 7, "NA" no null and "true" no truth; an empty cell alone is null.
+CELLS = ["007", "1.50", "NA", "true", "2026-01-02", "1e5", "a, b; c", ""]
+CELL_ROWS = [{"prompt": cell, "completion": "x"} for cell in CELLS]
+READ = [{"prompt": cell or None, "completion": "x"} for cell in CELLS]
+
+
+def write(path, separator=",", rows=CELL_ROWS, **options):
+    with path.open("w", newline="", **options) as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize("separator", [",", ";", *(pytest.param(one, marks=pytest.mark.weekly) for one in "\t|")])
+def test_cells_are_text(tmp_path, separator):
+    for name in ("train", "validation"):
+        write(tmp_path / f"{name}.csv", separator)
+    for name, table in hugging_face(str(tmp_path)).items():
+        # A row is named by its file, and counted as lines are.
+        named = [(f"{tmp_path}/{name}.csv row {number}", row) for number, row in enumerate(READ, 1)]
+        assert list(table.rows()) == named
+        assert hugging_face(str(tmp_path), streaming=True)[name].read(None, 100)[0] == named
+
+
+def test_files_that_are_named_or_packed(tmp_path):
+    write(tmp_path / "my;file.csv", ";")
+    with gzip.open(tmp_path / "packed.csv.gz", "wt") as file:
+        file.write((tmp_path / "my;file.csv").read_text())
+    write(tmp_path / "rows.tsv", "\t")
+    for name, more in (("my;file.csv", {}), ("packed.csv.gz", {}), ("rows.tsv", {"sep": "\t"})):
+        table = hugging_face("csv", "train", {"data_files": str(tmp_path / name), **more})["train"]
+        assert [row for _, row in table.rows()] == READ, name
+    # What the user names is what separates.
+    file = {"data_files": str(tmp_path / "my;file.csv")}
+    table = hugging_face("csv", "train", {**file, "sep": ",", "on_bad_lines": "skip"})["train"]
+    assert list(next(table.rows())[1]) == ["prompt;completion"]
+    table = hugging_face("csv", "train", {**file, "na_values": ["NA"]})["train"]
+    assert [row["prompt"] for _, row in table.rows()][2] is None
+
+
+@pytest.mark.bad_input("CSV files with other columns in each")
+def test_files_of_several_columns(tmp_path):
+    write(tmp_path / "train.csv")
+    write(tmp_path / "validation.csv", rows=[{"text": "a"}])
+    said = (
+        rf"{tmp_path}/validation.csv: its columns are text, and those of {tmp_path}/train.csv prompt, completion; give"
+    )
+    with pytest.raises(UserError, match=said):
+        hugging_face(str(tmp_path))
+    write(tmp_path / "validation.csv", ";")
+    with pytest.raises(UserError, match=r"its columns are prompt;completion, and those of"):
+        hugging_face(str(tmp_path))
+
+
+@pytest.mark.bad_input("a CSV file that is not UTF-8")
+def test_other_encodings_are_named(tmp_path):
+    (tmp_path / "old.csv").write_bytes("prompt,completion\na,\xe4\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"old.csv: not UTF-8 \(byte 0xe4\); save the file as UTF-8"):
+        hugging_face(str(tmp_path / "old.csv"))
+
+
+def test_labels_are_read_from_text(checkpoint, tmp_path):
+    rows = [{"prompt": "the fox", "completion": "jumps", "label": label} for label in ("True", "false", "1", "0")]
+    data = tmp_path / "data"
+    data.mkdir()
+    write(data / "train.csv", ";", rows)
+    asked = "train", "--model", checkpoint, "--data", data, "--max-seq-length", 64, "--loss", "kto", "--show-batch"
+    done = called(*asked)
+    assert done.returncode == 0, done.stderr
+    rows[0]["label"] = "maybe"
+    write(data / "train.csv", ";", rows)
+    done = called(*asked)
+    assert done.returncode == 2
+    assert "'label': expected true or false, got 'maybe'" in done.stderr
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """hub(answer) makes the hub answer, or fail with an exception; the list holds the requests."""
+    asked: list[str] = []
+
+    def use(answer):
+        def urlopen(request, timeout):
+            asked.append(request.full_url)
+            raise answer
+
+        monkeypatch.setattr(data_sets, "urlopen", urlopen)
+        return asked
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    data_sets._answers.cache_clear()
+    return use
+
+
+@pytest.mark.bad_input("--data with a mistyped folder, while the hub cannot be reached")
+def test_a_mistyped_folder_is_named_before_the_hub_is_asked(hub, folder, tokenizer, tmp_path, capsys):
+    asked = hub(URLError(OSError("no route")))
+    (tmp_path / "my-data").mkdir()
+    config = folder(data="my-dta")
+    for _ in range(2):
+        with pytest.raises(UserError, match="my-dta: no such data, neither a folder here nor a data set of the"):
+            load_datasets(config, tokenizer)
+    assert len(asked) == 1
+    assert asked[0].endswith("/api/datasets/my-dta")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("--data my-dta: there is no such folder here (did you mean 'my-data'?); asking the Hugging")
+    assert "cannot be reached" in second
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("answer", "offline"),
+    [
+        (HTTPError("url", 401, "", None, None), False),
+        (URLError(ssl.SSLError("no certificate")), False),
+        (TimeoutError("timed out"), True),
+    ],
+)
+def test_only_a_hub_that_does_not_answer_is_left_out(hub, answer, offline):
+    hub(answer)
+    with data_sets.hub_lookup("some/data"):
+        assert datasets.config.HF_HUB_OFFLINE is offline
+
+
+def test_a_current_folder_that_may_not_be_listed_keeps_nothing_from_being_asked(hub, monkeypatch, capsys):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    hub(HTTPError("url", 401, "", None, None))
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert data_sets._answers("some/data")
+    assert "--data some/data: there is no such folder here; asking" in capsys.readouterr().err

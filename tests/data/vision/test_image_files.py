@@ -12,11 +12,9 @@ from PIL import Image, ImageOps
 
 from console import called
 from deltatune.data.rows.sources import load_hugging_face
-from deltatune.data.vision.image_files import image_file, open_image
+from deltatune.data.vision.images import image_file, open_image
 from deltatune.data.vision.videos import Video, VideoReader
 from deltatune.errors import UserError
-
-pytest.importorskip("mlx_vlm")
 
 SIZE = (20, 12)
 
@@ -186,7 +184,7 @@ def test_a_damaged_image_is_opened_or_gives_one_message_that_names_it(kind, tmp_
     content, chance = FORMATS[kind](), random.Random(kind)
     path = tmp_path / "a.bin"
     refused = 0
-    for _ in range(60):
+    for _ in range(30):
         path.write_bytes(damaged(content, chance))
         try:
             said = open_image(path, "data:3").mode
@@ -195,7 +193,7 @@ def test_a_damaged_image_is_opened_or_gives_one_message_that_names_it(kind, tmp_
             refused += 1
         assert said == "RGB" or said.startswith(f"data:3: image {path}: ")
         assert "\n" not in said
-    assert 0 < refused < 60
+    assert 0 < refused < 30
     path.write_bytes(content)
     assert open_image(path, "data:3").size in (SIZE, SIZE[::-1])
 

@@ -13,13 +13,11 @@ from PIL import Image
 from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
-from deltatune.data.rows.row_formats import join_text_parts
-from deltatune.data.vision.image_files import image_file
-from deltatune.data.vision.images import resized
+from deltatune.data.rows.row_formats import Features, RowFormats, join_text_parts
+from deltatune.data.vision.images import image_file, resized
+from deltatune.data.vision.messages import place_media
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
-
-pytest.importorskip("mlx_vlm")
 
 IMAGE = 5
 ANSWER = {"role": "assistant", "content": "an answer"}
@@ -76,16 +74,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_image_is_read_however_it_is_written(way, write, read, folder):
-    write(parts(image="a.png"))
-    (expected,) = read().train
+def test_an_image_is_read_however_it_is_written(write, read, folder):
     path = str(folder)
-    row = json.dumps(WAYS[way]).replace("FOLDER", path).replace("QUOTED", path.replace(" ", "%20"))
-    write(json.loads(row))
-    (example,) = read().train
-    assert example.tokens.tolist() == expected.tokens.tolist()
-    assert example.pictures.digests == expected.pictures.digests
+    ways = json.loads(json.dumps(WAYS).replace("FOLDER", path).replace("QUOTED", path.replace(" ", "%20")))
+    write(parts(image="a.png"), *ways.values())
+    expected, *examples = read().train
+    for way, example in zip(ways, examples, strict=True):
+        assert example.tokens.tolist() == expected.tokens.tolist(), way
+        assert example.pictures.digests == expected.pictures.digests, way
 
 
 def test_several_images_in_the_singular_are_several(write, read):
@@ -113,29 +109,7 @@ def test_a_list_in_a_cell_of_csv_is_read(tmp_path, folder, loaded, processors):
 
 
 NOT_READ = {
-    "a key of a part": (parts(image="a.png", scale=2), "message 1: a part with image: unknown key 'scale': it is not"),
-    "a mistyped key": (parts(image="a.png", max_pixel=9), "'max_pixel' (did you mean 'max_pixels'?)"),
-    "a video's key in an image": (parts(image="a.png", fps=2), "unknown key 'fps'"),
-    "a key of a text": (chat([{"type": "text", "text": "a", "weight": 0}]), "a part with text: unknown key 'weight'"),
-    "a key of a video": (chat([{"type": "video", "video": "a.mp4", "nframes": 4}]), "unknown key 'nframes'"),
-    "a beginning": (chat([{"type": "video", "video": "a.mp4", "video_start": 1.5}]), "unknown key 'video_start'"),
-    "OpenAI's detail": (
-        chat([{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}]), "unknown key 'detail'",
-    ),
     "Anthropic's source": (parts(source={"type": "base64", "data": TEXT}), "unknown key 'source'"),
-    "a key of a column's object": (chat("a", images=[{"path": "a.png", "max_pixels": 9}]), "unknown key 'max_pixels'"),
-    "two files": (parts(image="a.png", path="b.png"), "both 'image' and 'path'; give one of them"),
-    "one side": (parts(image="a.png", resized_height=32), "'resized_height' alone; give resized_height and resized_w"),
-    "no number": (parts(image="a.png", max_pixels="many"), "'max_pixels': expected a whole number of pixels above 0"),
-    "limits that cross": (parts(image="a.png", max_pixels=2048, min_pixels=4096), "min_pixels 4,096 is larger"),
-    "an option without a file": (chat([{"type": "image", "max_pixels": 2048}], images=["a.png"]), "names its image"),
-    "an image of a message": (
-        {"messages": [{"role": "user", "content": "a", "images": ["a.png"]}, ANSWER]}, "'images' is not read in a mess",
-    ),
-    "an image of a ShareGPT message": (
-        {"conversations": [{"from": "human", "value": "a", "image": "a.png"}, {"from": "gpt", "value": "b"}]},
-        "message 1: 'image' is not read in a message",
-    ),
     "damaged base64": (parts(base64=TEXT[:60] + "!" + TEXT[61:]), "expected bytes in base64"),
     "base64 of no image": (parts(image=base64.b64encode(b"no image " * 9).decode()), "no such file"),
     "a video in base64": (chat([{"type": "video", "video": f"data:video/mp4;base64,{TEXT}"}]), "reads no videos"),
@@ -213,3 +187,84 @@ def test_a_picture_that_changes_its_size_is_named(kind, folder, write, read):
     (folder / "a.png").unlink()
     with pytest.raises(UserError, match=r"^.*train.jsonl:1: image a.png: no such file"):
         next(BatchOrder(examples, 1, 2048))
+
+
+DRAWN = "<svg><image></svg>"
+
+
+def said(*contents):
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def placed(messages, images=(), videos=()):
+    messages, _ = place_media(messages, {"images": list(images), "videos": list(videos)}, "x:1")
+    contents = [message["content"] for message in messages]
+    return [
+        content if isinstance(content, str) else "".join(part.get("text", f"[{part['type']}]") for part in content)
+        for content in contents
+    ]
+
+
+PLACED = {
+    "an answer": (said("draw", DRAWN), ["a"], [], ["[image]draw", DRAWN]),
+    "an answer beside a mark": (said("<image>draw", DRAWN), ["a"], [], ["[image]draw", DRAWN]),
+    "no image": (said("what is <image> in SVG?", DRAWN), [], [], ["what is <image> in SVG?", DRAWN]),
+    "one mark too many": (said("<image> and the tag <image>", "a"), ["a"], [], ["[image] and the tag <image>", "a"]),
+    "a later turn": (said("<image>", "a", "<image>", "b"), ["a"], [], ["[image]", "a", "<image>", "b"]),
+    "a mark of another kind": (said("<video> <image>", "a"), ["a"], [], ["<video> [image]", "a"]),
+    "both kinds": (said("<video> <image>", "a"), ["a"], ["v"], ["[video] [image]", "a"]),
+    "a part and a mark": (
+        said("<image>", "a", [{"type": "image"}, {"type": "text", "text": "<image>"}], "b"),
+        ["a"], [], ["<image>", "a", "[image]<image>", "b"],
+    ),
+    "parts with files": (
+        said([{"type": "image", "image": "a"}, {"type": "text", "text": "<image>"}], "b", "<image>", "c"),
+        [], [], ["[image]<image>", "b", "<image>", "c"],
+    ),
+    "a part of text": (said([{"type": "text", "text": "a<image>"}], "b"), ["a"], [], ["a[image]", "b"]),
+    "a system's": (
+        [{"role": "system", "content": "<image> is a tag"}, *said("see <image>", "a")],
+        ["a"], [], ["<image> is a tag", "see [image]", "a"],
+    ),
+    "a tool's": (
+        [*said("<image>?", "a"), {"role": "tool", "content": "<image>"}], ["a"], [], ["[image]?", "a", "<image>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_a_mark_in_a_users_turn_is_a_place_for_the_next_picture(case):
+    messages, images, videos, expected = PLACED[case]
+    assert placed(messages, images, videos) == expected
+
+
+def test_an_answer_is_learnt_letter_for_letter(write, read, loaded):
+    write({"messages": said("<image>Draw a <image>.", DRAWN), "images": ["a.png"]})
+    splits = read()
+    (example,) = splits.train
+    assert loaded.tokenizer.decode(example.tokens[example.targets].tolist()).startswith(DRAWN)
+    assert int(np.diff(example.tokens == IMAGE, prepend=False).sum()) == 2
+    assert "Draw a <image>." in loaded.tokenizer.decode(example.tokens.tolist())
+    assert any("1 row has <image> or <video> in a text, and no image or video left" in one for one in splits.notes)
+
+
+OBJECTS = {"ref": ["a dog"], "bbox": [[1, 2, 3, 4]]}
+
+
+def test_the_same_words_without_their_columns_are_text():
+    empty = {"objects": {"ref": [], "bbox": [], "bbox_type": None}, "audios": []}
+    for more in ({}, empty):
+        formats = RowFormats(Features())
+        messages = formats.messages({"messages": said("<audio><bbox>", "<ref-object>"), **more}, "x:1")
+        assert [message["content"] for message in messages] == ["<audio><bbox>", "<ref-object>"]
+        assert not formats.unread
+
+
+@pytest.mark.parametrize(
+    "column", [{"objects": OBJECTS}, {"rejected_response": "no"}, {"documents": [{"title": "a"}]}, {"max_pixels": 9}]
+)
+def test_columns_of_other_formats_are_counted(column):
+    formats = RowFormats(Features())
+    formats.messages({"messages": said("a", "b"), **column}, "x:1")
+    assert dict(formats.unread) == dict.fromkeys(column, 1)

@@ -1,19 +1,24 @@
 """Rows with images give the processor's own tokens and patches, and each bad row gives one message."""
 
+import copy
 import io
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from console import called
 from deltatune.data import BatchOrder
-from deltatune.data.datasets import first_image
+from deltatune.data.datasets import first_image, load_datasets
+from deltatune.data.prompts import Question, prompt_tokens
+from deltatune.data.vision.media import PromptPictures, media_reader, picture_options
 from deltatune.errors import UserError
 from deltatune.models.vision.inputs import padded_frames, padded_patches
 from deltatune.options.config import TrainConfig
-
-pytest.importorskip("mlx_vlm")
+from deltatune.train.setup import vision_processors
 
 IMAGE = 5
 
@@ -62,6 +67,8 @@ def test_tokens_and_patches_are_the_processors_own(write, read, folder, loaded, 
     assert example.tokens.tolist() == np.asarray(expected["input_ids"])[0].tolist()
     assert not example.targets[example.tokens == IMAGE].any()
     assert example.targets.any()
+    (whole,) = read(mask_prompt=False).train
+    assert (whole.targets[1:] == (whole.tokens[1:] != IMAGE)).all()
     batch = next(BatchOrder([example], 1, 2048))
     if images:
         held = zip(batch.images.patches, example.pictures.grids, strict=True)
@@ -76,12 +83,6 @@ def test_a_caption_is_the_answer_to_an_image_alone(write, read):
     caption, row = read().train
     assert caption.tokens.tolist() == row.tokens.tolist()
     assert caption.targets.tolist() == row.targets.tolist()
-
-
-def test_every_token_but_the_images_counts_without_mask_prompt(write, read):
-    write(chat("0.png"))
-    (example,) = read(mask_prompt=False).train
-    assert (example.targets[1:] == (example.tokens[1:] != IMAGE)).all()
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
@@ -104,18 +105,16 @@ def test_parts_that_the_template_does_not_write_are_noted(write, read):
     row["messages"][0]["name"] = "b"
     write(row, chat("1.png"))
     notes = read().notes
-    for unwritten in ("1 messages have a name, which", "1 rows have 'tools', which"):
+    for unwritten in ("1 message has a name, which", "1 row has 'tools', which"):
         assert any(f"{unwritten} the model's chat template" in note for note in notes), notes
 
 
 def test_sizes_are_limited(write, read):
     write(chat("0.png"))
-    (free,) = read().train
-    (small,) = read(max_pixels=512).train
-    (large,) = read(min_pixels=6000, max_pixels=9000).train
-    areas = [rows * columns for example in (small, free, large) for _, rows, columns in example.pictures.grids]
-    assert areas == sorted(areas)
-    assert areas[0] < areas[1] < areas[2]
+    limits = {"max_pixels": 512}, {}, {"min_pixels": 6000, "max_pixels": 9000}
+    grids = [read(**options).train[0].pictures.grids[0] for options in limits]
+    small, free, large = (rows * columns for _, rows, columns in grids)
+    assert small < free < large
 
 
 def bad(name, content):
@@ -142,30 +141,17 @@ def narrow(folder):
 
 
 BAD = {
-    "missing": (chat("none.png"), "image none.png: no such file"),
     "truncated": (truncated, "cut.png: truncated or damaged"),
     "not an image": (bad("text.png", b"no image"), "text.png: not an image"),
     "mode": (sixteen_bit, "deep.png: of mode 'I;16'"),
     "shape": (narrow, "the model's image processor refuses it"),
-    "url": (chat("https://example.com/a.png"), "expected a path; download it"),
-    "number": (chat(7), "expected the path of an image, got int"),
-    "more places": (chat("0.png", user=[{"type": "image"}] * 2), "as many images as places in the text, got 1 and 2"),
-    "fewer placeholders": (chat("0.png", "1.png", user="<image>"), "as many images as places in the text, got 2 and 1"),
-    "in two places": (chat("0.png", user=parts("1.png")), "give all of them in one place"),
-    "two columns": (chat("0.png", image="1.png"), "both 'image' and 'images'"),
-    "no list": (chat(images="0.png"), "expected a list of paths"),
-    "text line": ({"text": "x", "images": ["0.png"]}, "a text line has no place for an image"),
-    "own token": (chat("0.png", user="<image> <|image_pad|>"), "2 image tokens for 1 images"),
-    "video": (chat(video="a.mp4"), "video a.mp4: the model's processor reads no videos"),
-    "part": (chat("0.png", user=[{"type": "sound"}]), "message 1: expected parts"),
-    "no user": ({"messages": [{"role": "system", "content": "x"}], "images": ["0.png"]}, "no user message"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_one_message_with_file_and_line(folder, refusal, case):
     row, message = BAD[case]
-    assert message in refusal(chat(), row(folder) if callable(row) else row)
+    assert message in refusal(chat(), row(folder))
 
 
 def test_no_image_is_cut_in_half(write, read, processors):
@@ -271,3 +257,78 @@ def test_each_row_of_a_conversation_that_takes_several_has_the_images_of_its_mes
         assert inner.decode(example.tokens[example.targets]) == "so yes<|im_end|>\n"
         assert len(example.pictures.grids) == len(example.pictures.digests) == len(example.pictures.values)
         assert example.pictures.positions.shape == (3, len(example.tokens))
+
+
+QUESTION = "what is it?"
+
+
+@pytest.fixture(scope="module")
+def tray(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(draw.integers(0, 255, (64, 64, 4), dtype=np.uint8)).save(path / name)
+    row = {"prompt": QUESTION, "completion": "a tray", "images": ["a.png", "b.png"]}
+    for name in ("train", "valid", "test"):
+        (path / f"{name}.jsonl").write_text(json.dumps(row))
+    return path
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_pixels": 1024}, {"min_pixels": 6000, "max_pixels": 9000}])
+def test_a_prompt_has_the_tokens_and_patches_of_a_training_row(tray, loaded, limits):
+    config = TrainConfig(data=str(tray), batch_size=1, **limits)
+    (example,) = load_datasets(config, loaded.tokenizer, vision_processors(loaded)).train
+    processors = vision_processors(loaded)
+    reader = media_reader(processors, tray, picture_options(limits, None))
+    pictures = PromptPictures.read(["a.png", "b.png"], "--image", reader, processors.spec, loaded.tokenizer)
+    tokens = pictures.placed(prompt_tokens(loaded.tokenizer, Question(QUESTION, images=2)), "--prompt")
+    assert tokens == example.tokens[: len(tokens)].tolist()
+    assert not example.targets[: len(tokens)].any()
+    assert example.targets[len(tokens)]
+    batch = next(BatchOrder([example], 1, 2048)).images
+    for held, picture in zip(batch.patches, pictures.images, strict=True):
+        np.testing.assert_array_equal(held[: len(picture.patches)], picture.patches)
+
+
+def counted(printed):
+    return int(re.search(r"\[(\d+) prompt tokens", printed)[1])
+
+
+def test_the_limits_of_training_hold_for_generation_and_evaluation(run, tiny_vision_checkpoint, tray, tmp_path):
+    model = tiny_vision_checkpoint("qwen3_vl")
+    flags = ["--model", model, "--data", tray, "--batch-size", 1]
+    adapter = tmp_path / "adapter"
+    trained = ["--iters", 1, "--max-pixels", 1024, "--learning-rate", 0.01]
+    assert run("train", *flags, *trained, "--adapter-path", adapter)[0] == 0
+    asked = ["generate", "--model", model, "--prompt", QUESTION, "--image", tray / "a.png", "--max-tokens", 1]
+    done = called(*asked, "--adapter-path", adapter)
+    assert done.returncode == 0, done.stderr
+    limited, whole = counted(run(*asked, "--max-pixels", 1024)[1]), counted(run(*asked)[1])
+    assert counted(done.stdout) == limited == whole - 12
+
+    def loss(*more):
+        code, out, err = run("eval", *flags, "--adapter-path", adapter, *more)
+        assert code == 0, err
+        return out.splitlines()[-1]
+
+    assert loss() == loss("--max-pixels", 1024) != loss("--max-pixels", 4096)
+
+
+@pytest.mark.bad_input("`generate` on an image that cannot be read")
+def test_a_damaged_image_of_a_prompt_is_named(run, tiny_vision_checkpoint, tray, tmp_path):
+    damaged = tmp_path / "cut.png"
+    damaged.write_bytes((tray / "a.png").read_bytes()[:400])
+    flags = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--prompt", QUESTION, "--image", tray / "a.png", damaged]
+    code, _, error = run("generate", *flags)
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"--image: image {damaged}: truncated or damaged" in error
+
+
+@pytest.mark.bad_input("a processor that cuts other patches than the vision tower takes")
+@pytest.mark.parametrize("name", ["patch_size", "temporal_patch_size", "merge_size"])
+def test_a_processor_of_another_model_is_refused(loaded, tray, name):
+    processors = vision_processors(loaded)
+    other = copy.copy(processors.processor)
+    setattr(other, name, 7)
+    with pytest.raises(UserError, match=f"the model's processor has {name} 7, and its vision tower"):
+        media_reader(replace(processors, processor=other), tray, {})

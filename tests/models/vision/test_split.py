@@ -1,29 +1,39 @@
-"""A split vision-language model gives upstream's values, gradients and positions, in any batch."""
+"""A split vision model gives upstream's values and gradients in any batch; a frozen tower runs once an image."""
 
 import importlib.util
 import json
 import re
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from PIL import Image
 
+import other_towers
 import vision
 from checkpoint_copies import copied, rewritten
-from deltatune import cli
+from deltatune.data import Batch
 from deltatune.errors import UserError
-from deltatune.models.load import load
+from deltatune.lora import convert_to_lora
+from deltatune.models.load import load, new_model
+from deltatune.models.vision import split as frozen
 from deltatune.models.vision import split as taken_apart
 from deltatune.models.vision.inputs import token_positions, vision_batch
 from deltatune.models.vision.split import has_vision, split_vision, vision_arrays, vision_spec
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
+from deltatune.train.batch_loss import arrays, counted_positions, mean_loss_and_gradients
+from deltatune.train.setup import choose_loss, prepare
+from families import weekly_but
 from model_gradients import gradients
 
 pytest.importorskip("mlx_vlm")
 
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 4)]]
+# One without features in deeper layers, and one with those, experts and other GELUs than mlx-vlm has.
+DAILY = ("qwen3_5", "qwen3_vl_moe")
 
 
 def rows(spec, grids=GRIDS, seed=0):
@@ -42,7 +52,7 @@ def upstream(model, tokens, pictures):
     return model(mx.array(tokens[None]), **more).logits[0]
 
 
-@pytest.mark.parametrize("family", vision.VISION_FAMILIES)
+@pytest.mark.parametrize("family", weekly_but(vision.VISION_FAMILIES, *DAILY))
 def test_a_batch_has_the_logits_and_gradients_of_upstreams_rows(tiny_vision_model, family):
     model = tiny_vision_model(family)
     spec = vision_spec(model)
@@ -89,7 +99,7 @@ def assert_same_gradients(theirs, ours):
     assert not wrong
 
 
-@pytest.mark.parametrize("family", vision.VISION_FAMILIES)
+@pytest.mark.parametrize("family", weekly_but(vision.VISION_FAMILIES, *DAILY))
 def test_videos_have_the_logits_positions_and_gradients_of_upstream(tiny_vision_model, family):
     model = tiny_vision_model(family)
     spec = vision_spec(model)
@@ -115,16 +125,6 @@ def test_videos_have_the_logits_positions_and_gradients_of_upstream(tiny_vision_
     with patched(model):
         split = split_vision(model)
         assert_same_gradients(gradients(model, theirs), gradients(model, ours))
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
-def test_positions_are_upstreams(tiny_vision_model, family):
-    model = tiny_vision_model(family)
-    spec = vision_spec(model)
-    for tokens, positions, pictures in rows(spec, [[(1, 4, 6), (1, 2, 2)], [(1, 8, 2)], [(1, 2, 4)] * 3]):
-        grid = mx.array([picture.grid for picture in pictures])
-        expected, _ = model.language_model.get_rope_index(mx.array(tokens[None]), grid)
-        np.testing.assert_array_equal(positions, np.array(expected)[:, 0])
 
 
 def test_the_step_compiles_once_for_other_grids(tiny_vision_model):
@@ -177,7 +177,7 @@ def test_placeholders_and_features_must_agree(tiny_vision_model):
         token_positions(tokens, [(1, 4, 6)], spec)
 
 
-@pytest.mark.parametrize("family", vision.VISION_FAMILIES)
+@pytest.mark.parametrize("family", weekly_but(vision.VISION_FAMILIES, *DAILY))
 def test_loading_and_loading_from_scratch(tiny_vision_checkpoint, family):
     path = tiny_vision_checkpoint(family)
     loaded = load(path, image="train.jsonl:1")
@@ -205,50 +205,187 @@ def test_missing_parts_are_named(tiny_vision_checkpoint, tmp_path):
         load(damaged, image="x:1")
 
 
-def test_a_processor_that_needs_torch_says_what_to_install(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
-    from mlx_vlm import utils
-
-    def needs(*_, **__):
-        raise ImportError("Qwen2VLImageProcessorFast requires the Torchvision library but it was not found.")
-
-    monkeypatch.setattr(utils, "load_processor", needs)
-    path = tiny_vision_checkpoint("qwen3_vl")
-    with pytest.raises(UserError, match="pip install torch torchvision"):
-        load(path, image="x:1")
-    one_message(path, tmp_path, capsys, "Qwen2VLImageProcessorFast requires the Torchvision library")
+def needs_torchvision(path, **_):
+    raise ImportError("Qwen2VLImageProcessorFast requires the Torchvision library but it was not found.")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here: nothing is missing")
-def test_transformers_own_processor_needs_torch_and_it_is_said(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
-    """transformers' processor includes a video processor, which needs PyTorch. mlx-vlm's has none."""
-    from mlx_vlm import utils
+def transformers_own(path, **_):
+    """It includes a video processor, which needs PyTorch. mlx-vlm's has none."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    def theirs(path, **_):
-        return Qwen3VLProcessor.from_pretrained(path)
-
-    monkeypatch.setattr(utils, "load_processor", theirs)
-    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, r"Qwen\dVL[A-Za-z]* requires")
+    return Qwen3VLProcessor.from_pretrained(path)
 
 
-def test_a_processor_that_needs_torch_only_to_cut_images_is_one_message(
-    tiny_vision_checkpoint, monkeypatch, tmp_path, capsys
+class Cutter:
+    """A processor that needs PyTorch only to cut images."""
+
+    def __init__(self, path, **_):
+        pass
+
+    def image_processor(self, *_, **__):
+        raise ImportError("resize requires the PyTorch library but it was not found.\nInstall it.")
+
+
+torch_is_here = pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="nothing is missing")
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (needs_torchvision, "Qwen2VLImageProcessorFast requires the Torchvision library"),
+        pytest.param(transformers_own, r"Qwen\dVL[A-Za-z]* requires", marks=torch_is_here),
+        (Cutter, "train.jsonl:1: .*resize requires the PyTorch"),
+    ],
+)
+def test_a_processor_that_needs_torch_says_what_to_install(
+    tiny_vision_checkpoint, monkeypatch, tmp_path, run, processor, words
 ):
+    """`train` on a picture ends with one line, which names packages to install."""
     from mlx_vlm import utils
 
-    class Processor:
-        def image_processor(self, *_, **__):
-            raise ImportError("resize requires the PyTorch library but it was not found.\nInstall it.")
-
-    monkeypatch.setattr(utils, "load_processor", lambda *_, **__: Processor())
-    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, "train.jsonl:1: .*resize requires the PyTorch")
-
-
-def one_message(model, folder, capsys, words):
-    """Assert that `train` on a picture ends with exit code 2, and names `words` and packages to install in one line."""
-    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    monkeypatch.setattr(utils, "load_processor", processor)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     row = {"image": "a.png", "prompt": "what?", "completion": "black"}
-    (folder / "train.jsonl").write_text(json.dumps(row))
-    assert cli.main(["train", "--model", str(model), "--data", str(folder), "--adapter-path", str(folder / "out")]) == 2
-    error = capsys.readouterr().err
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    flags = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--adapter-path", tmp_path / "out"]
+    code, _, error = run("train", *flags)
+    assert code == 2
     assert re.fullmatch(rf"deltatune: [^\n]*{words}[^\n]*pip install torch torchvision[^\n]*\n", error)
+
+
+pytest.importorskip("mlx_vlm")
+
+FRAMES = [[(1, 4, 6), (1, 2, 2)], [], [(2, 6, 4), (1, 4, 16)], [(1, 2, 8)]]
+WIDTH = 64
+
+
+def batch(spec, grids=FRAMES, seed=0):
+    """Rows of text and images of these grids, with an answer at the end of each. One image is in two rows."""
+    draw = np.random.default_rng(seed)
+    rows = [vision.pictured_row(draw, spec, row, video=True) for row in grids]
+    inputs = np.zeros((len(grids), WIDTH), np.int32)
+    weights = np.zeros((len(grids), WIDTH), np.float32)
+    for index, (tokens, _, _) in enumerate(rows):
+        inputs[index, : len(tokens)] = tokens
+        weights[index, len(tokens) - 3 : len(tokens)] = 1
+    images = vision_batch(rows, WIDTH, spec)
+    return Batch(inputs, np.roll(inputs, -1, 1), weights, None, ((),) * len(grids), ((),) * len(grids), images)
+
+
+@pytest.mark.parametrize("family", weekly_but(["qwen3_5", "qwen3_vl"], "qwen3_vl"))
+def test_losses_and_gradients_are_those_of_the_tower_in_the_step(tiny_vision_model, family):
+    model = tiny_vision_model(family)
+    prepare(model, TrainConfig())
+    given = batch(vision_spec(model))
+    plain = arrays(given)
+    assert plain.images.pop("counted").size == given.weights.size // 4
+    with patched(model):
+        loss, _ = choose_loss(model)
+        model.train()
+        tower = frozen.frozen_tower(model)
+        separate = arrays(given, tower)
+        assert "features" in separate.images
+        assert "tower" not in separate.images
+        expected, actual = (mean_loss_and_gradients(model, loss, each) for each in (plain, separate))
+        mx.eval(expected, actual)
+    assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+    assert actual[1].item() == expected[1].item()
+    wanted, found = dict(tree_flatten(expected[2])), dict(tree_flatten(actual[2]))
+    largest = max(mx.abs(value).max().item() for value in wanted.values())
+    assert all(mx.abs(found[name] - value).max().item() < 1e-4 * largest for name, value in wanted.items())
+
+
+@pytest.fixture
+def tower_and_spec(tiny_vision_model):
+    """A frozen tower, and the numbers that its inputs depend on."""
+    model = tiny_vision_model("qwen3_vl")
+    prepare(model, TrainConfig())
+    return frozen.FrozenTower(model), vision_spec(model)
+
+
+def one(found, row=0):
+    """The features of the first frame's tokens, from every layer that gives some."""
+    return [np.array(layer)[row : row + 6] for layer in (found["features"], *found["deep"])]
+
+
+def test_bits_do_not_depend_on_the_batch_and_are_kept(tower_and_spec, monkeypatch):
+    tower, spec = tower_and_spec
+    first = one(tower(batch(spec, [[(1, 4, 6)]]).images))
+    again = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
+    tower._cache.clear()
+    anew = one(tower(batch(spec, [[(1, 4, 6)], [(1, 4, 32)]]).images))
+    assert len(first) == 3
+    assert all((a == b).all() and (a == c).all() for a, b, c in zip(first, again, anew, strict=True))
+    monkeypatch.setattr(tower, "frame_features", lambda *_: pytest.fail("the tower ran twice"))
+    assert (one(tower(batch(spec, [[(1, 4, 6)]]).images))[0] == first[0]).all()
+
+
+def test_features_beyond_the_cache_are_recomputed(tiny_vision_model):
+    model = tiny_vision_model("qwen3_vl")
+    prepare(model, TrainConfig())
+    tower, spec = frozen.frozen_tower(model, 10_000), vision_spec(model)
+    found = [one(tower(batch(spec).images))[0] for _ in range(2)]
+    assert (found[0] == found[1]).all()
+    assert 0 < sum(each.nbytes for each in tower._cache.values()) == tower.cached_bytes <= 10_000
+
+
+def test_a_batch_without_images_needs_no_tower(tower_and_spec):
+    tower, spec = tower_and_spec
+    assert tower(batch(spec, [[], []]).images) == {}
+
+
+@pytest.mark.parametrize("parts", ["vision", "language,projector"])
+def test_a_tower_that_trains_stays_in_the_step(tiny_vision_model, tiny_model, parts):
+    model = tiny_vision_model("qwen3_5")
+    prepare(model, TrainConfig(parts=parts))
+    assert frozen.frozen_tower(model) is None
+    assert frozen.frozen_tower(tiny_model("qwen3")) is None
+
+
+def test_counted_positions_are_made_up_to_quarters():
+    weights = np.zeros((2, 16), np.float32)
+    weights[1, 3:12] = 1
+    found = counted_positions(weights)
+    assert found.dtype == np.int32
+    assert len(found) == 16
+    assert set(range(19, 28)) < set(found.tolist())
+    assert len(set(found.tolist())) == 16
+    assert (np.diff(found) > 0).all()
+    assert counted_positions(np.ones((2, 16))) is None
+    assert len(counted_positions(np.zeros((2, 16)))) == 8
+
+
+@pytest.mark.parametrize("family", weekly_but(["glm5_next", "kimi_vl", "kimi_k25", "kimi_k3"], "kimi_vl"))
+def test_another_tower_is_refused_by_name(family):
+    with pytest.raises(UserError) as caught:
+        vision_spec(other_towers.build(family))
+    said = str(caught.value)
+    assert said.startswith(f"mlx_vlm.models.{family}.{family}: this layer cannot be trained: the vision tower")
+    assert "pos_embed" in said
+    assert "\n" not in said
+
+
+def test_a_model_without_a_tower_is_refused_by_name(tiny_checkpoint):
+    with pytest.raises(UserError, match=r"x:1: has an image, and model .* has no vision tower"):
+        load(tiny_checkpoint("qwen3"), image="x:1")
+
+
+@pytest.mark.parametrize("family", weekly_but(["kimi_vl", "kimi_k25"], "kimi_vl"))
+def test_its_text_trains_through_mlx_lm(family):
+    model = new_model(other_towers.config(family))
+    convert_to_lora(model, LoraConfig(rank=2), num_layers=-1)
+    model.train()
+    tokens = mx.random.randint(7, 300, (2, 9))
+    with patched(model):
+        loss, _ = choose_loss(model)
+
+        def each(_):
+            total, weight = loss(tokens[:, :-1], tokens[:, 1:], mx.ones((2, 8)))
+            return total / weight
+
+        value, gradients = nn.value_and_grad(model, each)(model)
+        mx.eval(value, gradients)
+    found = dict(tree_flatten(gradients))
+    assert found
+    # B begins as zero, so that only its gradient is there in the first step.
+    assert all(mx.abs(value).max() > 0 for name, value in found.items() if name.endswith("lora_b"))

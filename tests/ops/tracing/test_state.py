@@ -25,7 +25,7 @@ OF_THE_PROCESS = {
     "ops.random_state._open": "how many contexts are open in which draws may come from a key of our own",
     "ops.random_state._originals": "MLX's functions that draw, meanwhile",
     "ops.operator.verdicts._timed": "which implementations this process has timed",
-    "train.distillation.teacher._teachers": "the teachers that were loaded, for the plan and the run",
+    "train.distillation._teachers": "the teachers that were loaded, for the plan and the run",
     "ops.operator.verdicts._known": "which implementations were right on this machine",
     "patches._open": "what asks for the patches to be in force",
     "patches.evidence._known": "the functions of upstream that were compared",
@@ -39,9 +39,9 @@ BY_IDENTITY = {
     "ops.experts.readers": "two scales, compared within one call",
     "ops.tracing.known": "arrays: the one table of them",
     "ops.watched_calls": "modules, in the context that changes their classes",
-    "patches.holders": "functions of upstream, which live as long as their modules",
-    "patches.callers": "the objects above a call, while somebody asks who calls",
-    "patches.verify": "the same, compared with a model's layers",
+    "patches.evidence": "functions of upstream, which live as long as their modules",
+    "patches.patch_report": "the objects above a call, compared with the layers of a model",
+    "patches.whole_rows": "the objects above a call, while somebody asks who calls",
 }
 _CHANGING = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),

@@ -15,10 +15,10 @@ from deltatune.selftest.parity.cases import Adapters, ParityCase, ParityRun
 from deltatune.selftest.parity.families import Config, Weights
 from deltatune.selftest.parity.ours import adapt, as_batch, load, parts, train
 from deltatune.train.batch_loss import LossFunction
-from deltatune.train.distillation.distillation_loss import distillation_loss
+from deltatune.train.distillation import distillation_loss
 from deltatune.train.distributed import World
 from deltatune.train.rollouts.answer_sampler import SampledAnswers
-from deltatune.train.rollouts.student_order import StudentOrder
+from deltatune.train.rollouts.sampled_run import StudentOrder
 
 from .pairs import two_layers
 

@@ -14,8 +14,13 @@ from deltatune.selftest.parity.cases import STEPS, Adapters, ParityRun
 from deltatune.selftest.parity.families import Config, Weights
 from deltatune.selftest.parity.ours import adapt, load, parts, train
 from deltatune.train.batch_loss import LossFunction, arrays
-from deltatune.train.preferences.loss import TokenLosses, chunked_token_losses, preference_loss
-from deltatune.train.preferences.objectives import answers_of, objective_of
+from deltatune.train.preferences.objectives import (
+    TokenLosses,
+    answers_of,
+    chunked_token_losses,
+    objective_of,
+    preference_loss,
+)
 
 from .pairs import PairCase, pairs
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from deltatune.data import Batch
 from deltatune.data.batches.order import BatchOrder
-from deltatune.data.prompt_rows import PromptExample
-from deltatune.models.sampled_policy import SampledPolicy
+from deltatune.data.prompts import PromptExample
+from deltatune.models.generate import SampledPolicy
 from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import arrays, loss_of
 from deltatune.train.distributed import World
-from deltatune.train.policy_gradient.policy_loss import rollout_loss
+from deltatune.train.policy_loss import rollout_loss
 from deltatune.train.rollouts.answer_sampler import SampledAnswers
 from deltatune.train.rollouts.rewarded_sampler import RewardedSampler
 from deltatune.train.rollouts.rollout_order import RolloutOrder, Scoring

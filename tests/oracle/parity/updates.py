@@ -8,7 +8,7 @@ import numpy as np
 
 from deltatune.data import Batch
 from deltatune.data.batches.order import BatchOrder
-from deltatune.data.prompt_rows import PromptExample
+from deltatune.data.prompts import PromptExample
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import Adapters, ParityRun
@@ -16,8 +16,8 @@ from deltatune.selftest.parity.families import Config, Weights
 from deltatune.selftest.parity.ours import adapt, load, parts, train
 from deltatune.train.batch_loss import LossFunction
 from deltatune.train.distributed import World
-from deltatune.train.policy_gradient.policy_loss import rollout_loss
-from deltatune.train.preferences.loss import chunked_token_losses
+from deltatune.train.policy_loss import rollout_loss
+from deltatune.train.preferences.objectives import chunked_token_losses
 from deltatune.train.rollouts.answer_sampler import SampledAnswers
 from deltatune.train.rollouts.rewarded_sampler import RewardedSampler
 from deltatune.train.rollouts.rollout_order import RolloutOrder

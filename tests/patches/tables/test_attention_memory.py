@@ -18,6 +18,7 @@ from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.setup import Training, prepare
+from families import weekly_but
 
 pytestmark = [
     pytest.mark.any_blas,
@@ -68,7 +69,7 @@ def loss(model: nn.Module, rows: mx.array) -> mx.array:
 )
 def test_a_checkpointed_step(tiny_model, family, packed, growth):
     """gemma3_text has windows of 16 tokens."""
-    model = tiny_model(family)
+    model = tiny_model(family, num_hidden_layers=2)
     prepare(model, TrainConfig())
     model.train()
 
@@ -106,11 +107,10 @@ def test_latent_attention(tiny_model, family, growth):
         assert growth(of_length) < 6
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen features", "a tower that trains"])
+@pytest.mark.parametrize("trained", weekly_but([False, True], True))
 def test_a_vision_tower(tiny_vision_model, trained, growth):
-    from deltatune.models.vision.frozen_tower import FrozenTower
     from deltatune.models.vision.inputs import blank_vision_batch
-    from deltatune.models.vision.split import vision_spec
+    from deltatune.models.vision.split import FrozenTower, vision_spec
 
     model = tiny_vision_model("qwen3_5")
     tower = FrozenTower(model)

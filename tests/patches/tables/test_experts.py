@@ -13,6 +13,7 @@ from deltatune.machine import backend
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched
 from deltatune.patches.tables import experts
+from families import weekly_but
 from model_gradients import without_gradient
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "bailing", "kimi_k3")
@@ -94,7 +95,7 @@ def test_whole_families(tiny_model, served, family):
     compare(blocks(model)[-1], served, 64)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", weekly_but(FAMILIES, "qwen3_5_moe", "bailing"))
 def test_a_forgotten_train_has_its_gradient(tiny_model, family):
     """Its forward pass is upstream's bit for bit."""
     block = blocks(tiny_model(family))[-1]
@@ -108,18 +109,17 @@ def test_a_forgotten_train_has_its_gradient(tiny_model, family):
         assert mx.abs(found[name] - array).max() <= 4e-6 * mx.abs(array).max(), name
 
 
-@pytest.mark.parametrize("trains", ["adapters", "everything"])
 @pytest.mark.parametrize(
     ("package", "family", "name"),
     [("mlx_lm", f, n) for f, n in experts._LM_BLOCKS.items() if f in ("qwen3_moe", "olmoe", "mixtral", "qwen3_next")]
     + [("mlx_vlm", f, n) for f, n in experts._VLM_BLOCKS.items() if f in ("qwen3_5_moe", "qwen3_next")],
 )
-def test_blocks(served, package, family, name, trains):
+def test_blocks(served, package, family, name):
+    """With adapters; the check of each record compares the block alone."""
     pytest.importorskip(package)
     mx.random.seed(0)
     block = small_block(package, family, name)
-    if trains == "adapters":
-        adapt(Model(block))
+    adapt(Model(block))
     compare(block, served, 32)
 
 

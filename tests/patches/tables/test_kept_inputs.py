@@ -17,8 +17,7 @@ from deltatune.ops import recomputation
 from deltatune.ops.functional import recomputed
 from deltatune.ops.recomputation import cheap_recomputed
 from deltatune.patches import patched
-from deltatune.patches.tables import activations as activation_records
-from deltatune.patches.tables import delta_layers, pointwise, residual_norms
+from deltatune.patches.tables import delta_layers, pointwise
 
 CALLS = load(Path(__file__).with_name("layer_calls.py"))
 whole = CALLS.whole
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.skipif(backend.device() == "cuda", reason="kernels keep
 @pytest.fixture(autouse=True)
 def patches_of_apple_gpus(monkeypatch):
     monkeypatch.setattr(recomputation, "LEAST", 1)
-    others = (*activation_records.PATCHES, *activation_records.OF_MLX_VLM, residual_norms.NORM, pointwise.ATTENTION)
+    others = (*pointwise.ACTIVATIONS, *pointwise.ACTIVATIONS_OF_MLX_VLM, pointwise.NORM, pointwise.ATTENTION)
     monkeypatch.setattr(patches, "_of_device", lambda: (*delta_layers.PATCHES, *others))
 
 
@@ -138,7 +137,7 @@ def kept(module, run, *inputs) -> int:
 
 
 # How many arrays of the first input's size upstream's gradient keeps more, at least.
-KEPT = {"swiglu": 1, "gated norm": 1, "qwen3_5, whole": 6}
+KEPT = {"swiglu": 1, "qwen3_5, whole": 6}
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="other devices hold arrays for as long as their queue is")

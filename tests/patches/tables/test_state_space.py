@@ -9,10 +9,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from deltatune.errors import UserError
 from deltatune.layers import describe
 from deltatune.lora import convert_to_lora
-from deltatune.models.document_isolation import check_packing
 from deltatune.models.layer_caches import carries
 from deltatune.ops import checkpoint
 from deltatune.ops.checkpoint import checkpointed
@@ -20,8 +18,8 @@ from deltatune.ops.layer_cut import TOKENS, LayerCut
 from deltatune.ops.segments import segments
 from deltatune.options.config import LoraConfig
 from deltatune.patches import patched, served
-from deltatune.patches.recurrence import OURS, UPSTREAM, reset
 from deltatune.patches.tables import state_space
+from deltatune.patches.whole_rows import OURS, UPSTREAM, reset
 from families import LINEAR_ATTENTION
 from transformers_saves import recorded_save
 
@@ -68,25 +66,10 @@ def test_every_gradient_is_upstreams(name):
 def test_packed_documents_get_what_they_get_alone():
     model, tokens = made("nemotron_h"), tokens_of(1, 70)
     with patched(model):
-        check_packing(model, 128)
         with segments(mx.array([[0] * 41 + [1] * 29], mx.int32)):
             packed = model(tokens)
         alone = mx.concatenate([model(tokens[:, :41]), model(tokens[:, 41:])], axis=1)
     assert mx.abs(packed - alone).max() <= 2e-5 * mx.abs(alone).max()
-
-
-def test_packing_is_refused_where_upstreams_code_runs(monkeypatch):
-    """Without the replacement a state does not restart, and the comparison of documents notices it."""
-    model = made("nemotron_h")
-    with patched(model), monkeypatch.context() as patch:
-        patch.setattr(import_module("mlx_lm.models.nemotron_h"), "ssm_update", state_space_without_documents)
-        with pytest.raises(UserError, match="packing: a document that follows another in its row gets logits"):
-            check_packing(model, 128)
-
-
-def state_space_without_documents(*arguments, **options):
-    with segments(None):
-        return import_module("mlx_lm.models.ssm").ssm_update(*arguments, **options)
 
 
 def test_mixers_carry_their_state_between_pieces():

@@ -13,8 +13,8 @@ from deltatune import cli
 from deltatune import finetune as train
 from deltatune.commands import chat
 from deltatune.lora import convert_to_lora, save_adapters
+from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load_model
-from deltatune.models.merged_checkpoint import merge_checkpoint
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import forward_placement, placement
 from deltatune.train.by_layer.store import Store

@@ -43,15 +43,6 @@ CONFIGURED = (
 )  # fmt: skip
 
 
-TWICE = """
-import sys
-from deltatune.cli import main
-*words, folder, memory = sys.argv[1:]
-whole = main(["train", *words, "--adapter-path", f"{folder}/whole"])
-sys.exit(whole or main(["train", *words, "--adapter-path", f"{folder}/bounded", "--memory", memory]))
-"""
-
-
 @pytest.fixture
 def config(model, data_folder, tmp_path):
     return TrainConfig(
@@ -210,14 +201,13 @@ def test_preferences_are_learnt_from_the_disk_too(config, least, tmp_path, capsy
 
 
 @pytest.mark.weekly
-def test_two_ranks_read_one_base(config, least, launch, tmp_path):
-    """Both runs in the same two processes, one after the other."""
-    memory = least(config)
+def test_two_ranks_read_one_base(config, least, launch_each, tmp_path):
+    whole, bounded = (["--adapter-path", str(tmp_path / name)] for name in ("whole", "bounded"))
+    bounded += ["--memory", str(least(config))]
     config = dataclasses.replace(config, iters=2, batch_size=2, val_batches=1)
     values = {name: vars(config)[name] for name in CONFIGURED} | {"lora_parameters": {"rank": 2, "dropout": 0.1}}
-    done = launch(values, str(tmp_path), str(memory), program=TWICE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("4 of 4 layers") == 1
+    said = launch_each((values, *whole), (values, *bounded))
+    assert said.count("4 of 4 layers") == 1
     assert adapters(tmp_path / "bounded") == adapters(tmp_path / "whole")
 
 
@@ -268,7 +258,7 @@ def test_inputs_of_layers_on_a_disk_that_fills_up_lose_nothing(
     assert not (tmp_path / "out" / f"{INPUTS}_0").exists()
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", [True, pytest.param(False, marks=pytest.mark.weekly)])
 def test_inputs_of_layers_stay_beside_weights_on_the_host(
     config, least, whole, tmp_path, monkeypatch, capsys, request, both
 ):

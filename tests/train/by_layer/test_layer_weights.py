@@ -10,15 +10,15 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
-from deltatune.machine import disk_rate, host_memory
-from deltatune.machine.page_cache import PageCache
+from deltatune.machine import host_memory
+from deltatune.machine.disk import PageCache, disk_rate
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.train.by_layer import store
 from deltatune.train.by_layer.layer_inputs import DiskTime
 from deltatune.train.by_layer.store import Store, UnreadableWeightsError
-from deltatune.train.saved.content import weights_digest
+from deltatune.train.saved.state import weights_digest
 from deltatune.train.setup import prepare
 from deltatune.train.tree import array_places
 
@@ -110,7 +110,7 @@ def test_a_file_system_that_refuses_advice_is_read_all_the_same(folder, monkeypa
         assert_handed_out(weights, given)
         weights.close()
         assert len(advised) == 4
-        assert disk_rate.measured(linked, 0.01) > 0
+        assert disk_rate(linked, 0.01) > 0
 
 
 def started(weights, monkeypatch):
@@ -138,19 +138,6 @@ def test_a_layer_is_read_while_the_one_before_is_in_use(folder, monkeypatch):
     # The next pass begins with the layer at which this one ended.
     next(weights.along(order))
     assert read == [0, 2, 3, 2, 0, 2]
-    weights.close()
-
-
-def test_the_arrays_are_those_of_the_files(folder):
-    whole = [[place.array for _, place in array_places(layer.module)] for layer in describe(load(folder).model)]
-    _, weights = weights_of(folder, range(4), TrainConfig(lora_parameters=LoraConfig(keys=["*.q_proj"])))
-    for _ in range(3):
-        for layer, expected in zip(weights.along(range(4)), whole, strict=True):
-            found = {array.shape: [] for array in layer}
-            for array in layer:
-                found[array.shape].append(array)
-            assert all(any(mx.array_equal(array, each) for each in found[array.shape]) for array in expected)
-    assert weights.disk.read > 2 * sum(array.nbytes for layer in whole for array in layer)
     weights.close()
 
 

@@ -1,12 +1,9 @@
 """Distillation on the student's own answers: who answers, exact continuation, shapes of batches, the plan."""
 
-import json
-
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from console import called, deltatune
 from deltatune.data import BatchOrder
 from deltatune.data.batches.order import AnsweredOrder
 from deltatune.data.example import Example
@@ -50,7 +47,7 @@ def answers(batch):
     return found
 
 
-def test_the_model_answers_the_prompts_of_the_data(distilling, splits, run_with, tmp_path, read_metrics, capsys):
+def test_the_model_answers_the_prompts_of_the_data(distilling, splits, run_with, tmp_path, read_metrics, screen_text):
     batches = watched(run_with, distilling(iters=4, steps_per_report=2))
     of_data = {example.source: example for example in splits.train}
     seen = [document for batch in batches for document in answers(batch)]
@@ -65,6 +62,7 @@ def test_the_model_answers_the_prompts_of_the_data(distilling, splits, run_with,
     lengths = [len(answer) for _, answer, _ in seen[:8]]
     assert reports[0]["completions/mean_length"] == pytest.approx(np.mean(lengths))
     assert reports[0]["completions/max_length"] == max(lengths)
+    assert ", sampled 1.000, length " in screen_text.text()
     shown = next(record["samples"] for record in read_metrics(tmp_path / "out") if "samples" in record)
     assert len(shown) == 3
     assert all("question" in sample["prompt"] and sample["reward"] == "" for sample in shown)
@@ -92,15 +90,14 @@ def test_a_draw_decides_who_answers_an_update(distilling, splits, run_with, tmp_
     assert losses[-1] < 0.95 * losses[0]
 
 
-CONTINUED = {
-    "own answers": {},
-    "some of them, in packed rows": {"lmbda": 0.5, "pack": True},
-}
-
-
-@pytest.mark.parametrize("changes", CONTINUED.values(), ids=CONTINUED)
+@pytest.mark.parametrize(
+    "changes",
+    [{"pack": True}, *(pytest.param(each, marks=pytest.mark.weekly) for each in ({}, {"lmbda": 0.5, "pack": True}))],
+    ids=str,
+)
 def test_a_stopped_run_continues_with_the_same_bits(changes, distilling, run_with, tmp_path):
     """It is stopped within an accumulation, of which no answer is saved."""
+    changes |= {"iters": 4}
     distilling(adapter_path=str(tmp_path / "straight"), **changes).run()
 
     def stop(iterations, _batch):
@@ -165,26 +162,3 @@ def test_a_student_that_no_engine_covers_is_named():
 def test_answers_of_the_data_read_no_option_of_sampling():
     with pytest.raises(UserError, match=r"top_k: read only where the model samples answers: .* lmbda above 0, which"):
         check_options(TrainConfig(loss="distill", teacher="t", lmbda=0, top_k=5))
-
-
-@pytest.mark.bad_input("`--lmbda` above 1, or with another loss")
-def test_a_share_of_updates(checkpoint, data_folder):
-    start = ["train", "--model", checkpoint, "--data", data_folder]
-    done = called(*start, "--loss", "distill", "--teacher", checkpoint, "--lmbda", "1.5")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "lmbda: expected a number from 0 to 1, got 1.5" in done.stderr
-    done = called(*start, "--lmbda", "0.2")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "lmbda: read only with loss: distill, so this would change nothing here; leave it out." in done.stderr
-
-
-def test_the_console_script_shows_sampled_answers(checkpoint, data_folder, tmp_path):
-    command = ["train", "--model", checkpoint, "--data", data_folder, "--loss", "distill", "--teacher", checkpoint]
-    sizes = ["--lmbda", "1", "--max-completion-length", 8, "--max-seq-length", 64, "--batch-size", 2]
-    done = deltatune(*command, *sizes, "--iters", 2, "--steps-per-report", 1, "--adapter-path", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("Iter 2/2"))
-    assert ", sampled 1.000, length " in line
-    records = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    # The model is its own teacher.
-    assert all(abs(record["train_loss"]) < 1e-3 for record in records if "train_loss" in record)

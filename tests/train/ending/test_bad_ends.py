@@ -1,6 +1,7 @@
 """Steps that end badly: numbers that are not finite, rows that overflow on one rank, and one that macOS ends."""
 
 import json
+import re
 import shutil
 
 import mlx.core as mx
@@ -12,7 +13,9 @@ import pytest
 from checkpoint_copies import rewritten
 from deltatune.data import Batch
 from deltatune.errors import UserError
+from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import full_loss
+from deltatune.train.ending import early_end
 from deltatune.train.evaluation.nonfinite import cause, damage, first_place
 from deltatune.train.saved import state
 
@@ -147,21 +150,19 @@ DISPLAY = (
 PIECES = r"--resume --grad-checkpoint continues it, with long rows in pieces"
 
 
-@pytest.mark.parametrize(
-    ("error", "again", "said"),
-    [
-        (TIMEOUT, False, rf"it kept the GPU for longer .*Timeout.* saved in .*state\. {PIECES}; AGX_RELAX.*=1 in"),
-        (DISPLAY, True, r"it kept the display waiting .* saved in .*state\. --resume continues it; AGX"),
-    ],
-)
-def test_it_is_recognised_and_the_state_is_saved(make_trainer, run_with, tmp_path, error, again, said):
-    trainer = make_trainer(iters=3, val_batches=0, grad_accumulation_steps=1, grad_checkpoint=again)
+def test_it_is_recognised_and_the_state_is_saved(make_trainer, run_with, tmp_path):
+    trainer = make_trainer(iters=3, val_batches=0, grad_accumulation_steps=1)
 
     def ended(iterations, _):
         if iterations.progress.iteration == 1:
-            raise RuntimeError(error)
+            raise RuntimeError(TIMEOUT)
 
+    said = rf"it kept the GPU for longer .*Timeout.* saved in .*state\. {PIECES}; AGX_RELAX.*=1 in"
     with pytest.raises(UserError, match=rf"{said}.*--max-seq-length 32 \(now 64\) makes steps shorter") as raised:
         run_with(trainer, ended)
     assert "The state after iteration 1 is saved" in str(raised.value)
     assert state.peek(state.state_path(tmp_path / "out")).iteration == 1
+    config = TrainConfig(grad_checkpoint=True)
+    said = early_end._too_long_for_macos(RuntimeError(DISPLAY), config, "It is saved.")
+    assert re.search(r"it kept the display waiting .* It is saved\. --resume continues it; AGX", said)
+    assert early_end._too_long_for_macos(RuntimeError("[METAL] another"), config, "") is None

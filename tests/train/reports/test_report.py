@@ -8,19 +8,18 @@ import json
 import math
 import re
 import shutil
-import signal
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from console import SCRIPT, started
 from deltatune.cli import parser
 from deltatune.commands.flags import config_from
 from deltatune.errors import UserError
 from deltatune.machine import backend
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.train import StoppedError
 from deltatune.train.reports.report import (
     ReportTable,
     RunDescription,
@@ -144,20 +143,15 @@ def test_a_page_reloads_itself_only_while_the_run_goes_on(tmp_path):
         assert ("The curves begin with the first report" in page) == running
 
 
-def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(checkpoint, tmp_path):
-    (tmp_path / "train.jsonl").write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 4)
-    flags = ["--data", ".", "--adapter-path", "out", "--iters", "100000", "--save-every", "100000"]
+def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(make_trainer, run_with, tmp_path):
     report, pages = tmp_path / "out" / "report.html", []
-    command = [SCRIPT, "train", "--model", checkpoint, *flags, "--steps-per-report", "1"]
-    with started(command, cwd=tmp_path) as process:
-        for line in process.stdout:
-            if "Iter " in line:
-                pages.append(report.read_text(encoding="utf-8"))
-                if "still training" in pages[-1]:
-                    break
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
-    assert process.returncode == 2
+
+    def follow(iterations, _):
+        pages.append(report.read_text(encoding="utf-8"))
+        iterations._ending.stop.asked = "still training" in pages[-1]
+
+    with pytest.raises(StoppedError):
+        run_with(make_trainer(iters=100_000, save_every=100_000, steps_per_report=1, val_batches=0), follow)
     assert "http-equiv=refresh" in pages[-1]
     assert drawn(pages[-1])[0]["curves"][0]["points"]
     stopped = report.read_text(encoding="utf-8")

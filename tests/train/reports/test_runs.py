@@ -8,9 +8,8 @@ import pytest
 
 from console import called
 from deltatune.options.config import TrainConfig
-from deltatune.train.reports.report import RunDescription, write_report
+from deltatune.train.reports.report import RunDescription, find, write_report
 from deltatune.train.reports.report import read_metrics as read_records
-from deltatune.train.reports.runs import find
 from deltatune.train.reports.screen import Screen
 
 RESULT = {"iterations": 2, "train_loss": 1.0, "val_loss": None, "seconds": 1.0, "tokens_per_second": 1.0}
@@ -89,6 +88,6 @@ def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, 
         shown.extend((name, kept) for name in ("train_loss", "val_loss", "samples") if name in record)
 
     monkeypatch.setattr(Screen, "report", show)
-    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"], steps_per_sample=1, sample_max_tokens=1).run()
+    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"], steps_per_eval=1, sample_max_tokens=1).run()
     assert {name for name, _ in shown} == {"train_loss", "val_loss", "samples"}
     assert all(kept for _, kept in shown)

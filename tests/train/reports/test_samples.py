@@ -34,8 +34,16 @@ def sampled(folder):
 def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, checkpoint, screen_text):
     """The samples come before the step is compiled, inside accumulations, and beside dropout and checkpoints."""
     prompts = [PROMPT, "answer?"]
-    samples = {"sample_prompts": prompts, "steps_per_sample": 1, "sample_max_tokens": 5}
-    shared = {"grad_checkpoint": True, "iters": 4, "lr_schedule": "constant", "learning_rate": 0.05}
+    row = {"prompt": prompts[1], "tools": [{"type": "function", "function": {"name": "open"}}]}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(row))
+    samples = {"sample_prompts": [PROMPT, str(tmp_path / "asked.jsonl")], "sample_max_tokens": 5}
+    shared = {
+        "grad_checkpoint": True,
+        "iters": 4,
+        "steps_per_eval": 1,
+        "lr_schedule": "constant",
+        "learning_rate": 0.05,
+    }
     for name, options in (("plain", {}), ("sampled", samples)):
         make_trainer(adapter_path=str(tmp_path / name), **shared, **options).run()
     plain, with_samples = result(tmp_path / "plain"), result(tmp_path / "sampled")
@@ -48,14 +56,17 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
         asked = {"adapter_path": str(tmp_path / "sampled"), "max_tokens": 5, "verbose": False}
         assert sample == {"prompt": prompt, "answer": generate(GenerateOptions(str(checkpoint), prompt, **asked))}
     assert found[0] != found[4]
-    assert f"Iter 4, sample 1: {PROMPT} -> " in screen_text.text()
+    said = " ".join(screen_text.text().split())
+    assert f"Iter 4, sample 1: {PROMPT} -> " in said
+    # The template loses a part of a prompt as it would of a row of training.
+    assert "asked.jsonl: 1 row has 'tools', which the model's chat template leaves out" in said
     page = (tmp_path / "sampled" / "report.html").read_text()
     assert "All 10 answers" in page
     assert PROMPT in page
 
 
 def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, run_with, tmp_path, read_metrics):
-    options = {"sample_prompts": [PROMPT], "steps_per_sample": 1, "sample_max_tokens": 4, "iters": 2}
+    options = {"sample_prompts": [PROMPT], "steps_per_eval": 1, "sample_max_tokens": 4, "iters": 2}
     make_trainer(adapter_path=str(tmp_path / "straight"), **options).run()
     trainer, runs = make_trainer(**options), []
     samples = trainer.parts.samples
@@ -168,11 +179,10 @@ def test_an_answer_is_right_where_it_is_the_expected_one_but_for_space(screen_te
 
 
 def test_samples_are_due_at_their_interval_and_at_the_end(samples):
-    every = samples("x", steps_per_sample=3)
+    every = samples("x", steps_per_eval=3)
     due = [n for n in range(9) if every.are_due(Progress(iteration=n), last=n == 8)]
     assert due == [0, 3, 6, 8]
     assert not every.are_due(Progress(iteration=3, sampled=3), last=True)
-    assert samples("x", steps_per_eval=4).are_due(Progress(iteration=4), last=False)
     assert not samples().are_due(Progress(iteration=0), last=True)
 
 
@@ -180,6 +190,8 @@ WRONG = {
     "a file that is missing": ("none.jsonl", {}, "none.jsonl: cannot be read"),
     "a file without a row": ("empty.jsonl", {}, "no row in it; expected a prompt in each row"),
     "a file with a row of no known format": ("odd.jsonl", {}, r"odd.jsonl:1: no known format"),
+    "a chat with a mistyped role": ("role.jsonl", {}, r"role.jsonl:1: message 1: unknown role 'usr'"),
+    "a question that is null": ("null.jsonl", {}, r"null.jsonl:1: message 1: \"content\" is missing or null"),
     "a chat of an answer alone": ("answer.jsonl", {}, r"answer.jsonl:1: no message before the answer"),
     "a prompt longer than max_seq_length": ("dog " * 40, {"max_seq_length": 16}, r"prompt 1: it has \d+ tokens, and"),
 }
@@ -189,7 +201,9 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_prompts_that_cannot_be_asked(samples, tmp_path, monkeypatch, what):
     monkeypatch.chdir(tmp_path)
-    for name, row in {"odd": {"promt": "x"}, "answer": {"messages": [{"role": "assistant", "content": "x"}]}}.items():
+    spoken = {"answer": ("assistant", "x"), "role": ("usr", "x"), "null": ("user", None)}
+    rows = {name: {"messages": [{"role": role, "content": text}]} for name, (role, text) in spoken.items()}
+    for name, row in ({"odd": {"promt": "x"}} | rows).items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
     (tmp_path / "empty.jsonl").write_text("\n")
     prompt, options, message = WRONG[what]
@@ -200,7 +214,10 @@ def test_prompts_that_cannot_be_asked(samples, tmp_path, monkeypatch, what):
 @pytest.mark.bad_input("`sample_prompts`: a chat for a tokenizer without a chat template")
 def test_chats_need_a_template(samples, loaded, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "x"}))
-    bare = SimpleNamespace(has_chat_template=False, bos_token=None, encode=loaded.tokenizer.encode)
+    bare = SimpleNamespace(
+        has_chat_template=False, has_thinking=False, bos_token=None, encode=loaded.tokenizer.encode,
+        _tokenizer=loaded.tokenizer._tokenizer,
+    )  # fmt: skip
     with pytest.raises(UserError, match=r"chat.jsonl:1: the model's tokenizer has no chat template"):
         samples(tmp_path / "chat.jsonl", tokenizer=bare)
     (prompt,) = samples("why", tokenizer=bare).prompts

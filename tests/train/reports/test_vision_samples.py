@@ -14,9 +14,8 @@ from console import called
 from deltatune.commands.generate import GenerateOptions, generate
 from deltatune.data.vision.media import media_reader
 from deltatune.errors import UserError
+from deltatune.models.checkpoint_writer import TrainedCheckpoint, merge_checkpoint
 from deltatune.models.load import load
-from deltatune.models.merged_checkpoint import merge_checkpoint
-from deltatune.models.trained_checkpoint import TrainedCheckpoint
 from deltatune.options.config import TrainConfig
 from deltatune.train import setup
 from deltatune.train.evaluation.samples import Samples
@@ -46,7 +45,7 @@ def folder(tmp_path_factory):
     for split in ("train", "valid"):
         (path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Image.new("RGB", (96, 96), "green").save(path / "asked" / "own.png")
-    asked = [{"messages": rows[1]["messages"], "image": "own.png"}, {"prompt": "which?"}]
+    asked = [{"messages": rows[1]["messages"], "image": "own.png"}, {"image": "own.png", "caption": "green"}]
     (path / "asked" / "prompts.jsonl").write_text("\n".join(map(json.dumps, asked)))
     return path
 
@@ -56,7 +55,7 @@ def runs(model, folder, tmp_path_factory):
     """The folder of a run with samples, and that of one without."""
     target = tmp_path_factory.mktemp("runs")
     prompts = ["--sample-prompts", "why", str(folder / "asked" / "prompts.jsonl")]
-    for name, asked in (("sampled", [*prompts, "--steps-per-sample", "1", "--sample-max-tokens", "6"]), ("plain", [])):
+    for name, asked in (("sampled", [*prompts, "--steps-per-eval", "1", "--sample-max-tokens", "6"]), ("plain", [])):
         flags = options(model, folder, target / name, iters=3, dropout=0.2, **{"max-pixels": LIMIT})
         done = called("train", *flags, *asked)
         assert done.returncode == 0, done.stderr
@@ -72,14 +71,15 @@ def test_samples_are_what_generate_answers_and_change_no_bit(model, folder, runs
     samples = {record["iteration"]: record["samples"] for record in records if "samples" in record}
     assert sorted(samples) == [0, 1, 2, 3]
     base = {"max_tokens": 6, "adapter_path": str(sampled), "verbose": False}
-    asked = [("why", ()), ("<image>which?", (str(folder / "asked" / "own.png"),)), ("which?", ())]
+    own = (str(folder / "asked" / "own.png"),)
+    asked = [("why", ()), ("<image>which?", own), ("<image>", own)]
     for sample, (shown, images) in zip(samples[3], asked, strict=True):
         prompt = shown.removeprefix("<image>")
         # mlx-vlm leaves out bytes that are no text, and mlx-lm, which answers without pictures, has a mark for them.
         answer = generate(GenerateOptions(str(model), prompt, image=images, **base)).replace("\ufffd", "")
         expected = {"expected": "green"} if shown.startswith("<") else {}
         assert sample == {"prompt": shown, "answer": answer, **expected}
-    (picture,) = re.findall('<img alt="" src="data:image/jpeg;base64,(.*?)">', (sampled / "report.html").read_text())
+    picture, _ = re.findall('<img alt="" src="data:image/jpeg;base64,(.*?)">', (sampled / "report.html").read_text())
     pixel = Image.open(io.BytesIO(base64.b64decode(picture))).getpixel((5, 5))
     assert pixel == pytest.approx((0, 128, 0), abs=4)
 

@@ -8,14 +8,15 @@ import pytest
 from PIL import Image
 
 from deltatune.data.datasets import load_datasets
+from deltatune.models.generate import Chosen, SampledPolicy
 from deltatune.models.load import load
-from deltatune.models.sampled_policy import Chosen, SampledPolicy
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.patches import patched
 from deltatune.train import Trainer
 from deltatune.train.evaluation.evaluate import inferring
-from deltatune.train.rollouts.picture_sampler import PictureSampler
+from deltatune.train.rollouts.answer_sampler import PictureSampler
 from deltatune.train.setup import ready, vision_processors
+from token_rewards import LowTokens
 
 pytest.importorskip("mlx_vlm")
 
@@ -66,16 +67,6 @@ def test_answers_have_the_log_probabilities_of_mlx_vlm(family, tiny_vision_check
         log_p = mx.log(mx.softmax(policy.logits(logits), axis=-1))
         of_tokens = mx.take_along_axis(log_p, mx.array(tokens)[:, None], axis=-1)[:, 0]
         np.testing.assert_allclose(np.stack(answer.figures)[:, 0], np.array(of_tokens), atol=2e-4)
-
-
-class LowTokens:
-    """Rewards the share of tokens of an answer that are below a quarter of the vocabulary."""
-
-    names = ("low",)
-    weights = np.ones(1)
-
-    def __call__(self, _prompts, _completions, columns, _check):
-        return np.array([[np.mean(np.array(tokens) < 80) for tokens in columns["completion_ids"]]])
 
 
 def test_a_run_on_pictures_scores_what_was_sampled(tiny_vision_checkpoint, rows, tmp_path):

@@ -25,7 +25,6 @@ WRONG = {
         {"pack": True, "sampler_correction": "sequence"},
         "pack: sampler_correction: sequence weighs whole answers",
     ),
-    "layers on the disk": ({"memory": 10**9}, "memory: read only without loss: grpo, since each sampled token would"),
     "a reference of full fine-tuning": (
         {"beta": 0.1, "fine_tune_type": "full"},
         "beta: the reference is the model without its adapter, and fine_tune_type: full trains them",
@@ -73,7 +72,7 @@ def test_a_long_prompt_is_named_or_left_out(prompts_of):
         prompts_of(rows)
     splits = prompts_of(rows, overlong="skip")
     assert len(splits.train) == 1
-    assert "1 of 2 prompts were left out" in splits.notes[0]
+    assert "1 of 2 prompts was left out" in splits.notes[0]
 
 
 @pytest.mark.bad_input("an image in a prompt for a model without a vision tower")

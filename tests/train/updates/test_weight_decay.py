@@ -1,4 +1,4 @@
-"""Weight decay leaves norms, biases and A_log out in full fine-tuning, as transformers does; an option takes them."""
+"""Weight decay leaves norms, biases and A_log out in full fine-tuning, as transformers does."""
 
 import json
 
@@ -12,8 +12,7 @@ from deltatune.options.config import TrainConfig
 from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.setup import build_step
-from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer
-from deltatune.train.updates.parameter_groups import undecayed
+from deltatune.train.updates.optimizer import OPTIMIZERS, build_optimizer, undecayed
 
 RATE, DECAY = 0.25, 0.5
 #: The ends of the names that decay leaves out in a hybrid model of Qwen3.5.
@@ -38,17 +37,12 @@ def trained(run, tmp_path, checkpoint, data_folder):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "flags"),
-    [
-        ("adamw", []),
-        ("adamw", ["--decay-norm-and-bias"]),
-        *(pytest.param(name, [], marks=pytest.mark.weekly) for name in ("adamw8bit", "lion")),
-    ],
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("adamw8bit", "lion"))]
 )
-def test_one_update_decays_norms_biases_and_a_log_only_if_asked(trained, checkpoint, optimizer, flags):
+def test_one_update_decays_all_but_norms_biases_and_a_log(trained, checkpoint, optimizer):
     """Two runs with one gradient differ by rate * decay * w, in float64, where w decays, and in no bit elsewhere."""
     before = {name: np.array(w, np.float64) for name, w in mx.load(str(checkpoint / "model.safetensors")).items()}
-    code, said, decayed = trained(DECAY, *flags, optimizer=optimizer)
+    code, said, decayed = trained(DECAY, optimizer=optimizer)
     assert code == 0, said
     _, silent, plain = trained(0, optimizer=optimizer)
     assert "Weight decay" not in silent
@@ -56,11 +50,11 @@ def test_one_update_decays_norms_biases_and_a_log_only_if_asked(trained, checkpo
     left_out = [name for name in moved if name.endswith(LEFT_OUT)]
     assert {name.rpartition(".")[2] for name in left_out} == {"weight", "A_log", "dt_bias"}
     count = f"{len(left_out)} norms, biases and A_log"
-    assert f"Weight decay: 0.5, {f'of {count} too' if flags else f'but of {count} none'} (decay_norm_and_bias" in said
+    assert f"Weight decay: 0.5, but of {count} none" in said
     assert len(moved) > 2 * len(left_out)
     for name in moved:
         gone = np.array(plain[name], np.float64) - np.array(decayed[name], np.float64)
-        stays = name in left_out and not flags
+        stays = name in left_out
         expected = 0 * before[name] if stays else RATE * DECAY * before[name]
         # Either run rounds 1 - rate * decay, its product and the step to fp32, at numbers of up to RATE and w.
         most = 0 if stays else 8 * 2**-24 * (np.abs(before[name]).max() + 10 * RATE)
@@ -115,19 +109,3 @@ def test_every_optimizer_leaves_them_out(name):
         assert mx.array_equal(without[path], with_decay[path]), path
     if decays:
         assert not mx.array_equal(without["layers.2.weight"], with_decay["layers.2.weight"])
-
-
-@pytest.mark.bad_input("`decay_norm_and_bias` without a weight decay")
-def test_an_option_that_would_change_nothing_is_refused(run, checkpoint, data_folder):
-    flags = ["--decay-norm-and-bias", "--optimizer", "adam", "--fine-tune-type", "full"]
-    code, _, err = run("train", "--model", checkpoint, "--data", data_folder, *flags)
-    assert code == 2
-    assert "decay_norm_and_bias: the weight decay of adam is 0 here; set it in optimizer_config" in err
-
-
-@pytest.mark.bad_input("`--resume` with another `decay_norm_and_bias`")
-def test_a_continuation_decays_the_parameters_of_its_run(trained):
-    assert trained(DECAY)[0] == 0
-    code, said, _ = trained(DECAY, "--decay-norm-and-bias", "--resume", "--no-overwrite", "--iters", 2)
-    assert code == 2
-    assert "decay_norm_and_bias: was False, now True" in said

@@ -6,6 +6,7 @@ Targets are the inputs shifted by one, rows are padded on the right, and weights
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...models.vision.inputs import VisionBatch, VisionSpec
+from ...options.config import TrainConfig
 from ..example import Example
 from ..preferences.preference import PreferenceBatch
 from ..vision.media import collate_pictures
@@ -28,17 +30,11 @@ COARSE_SHAPES = 8
 class RolloutBatch:
     """The sampled answers of a batch of B rows of T positions. Numbers of other positions are 0.
 
-    Distillation reads the figures and the teacher's hidden states alone.
-
-    Args:
-        figures: float32 [2, F], sums of figures, and of how many numbers each is the sum; None without figures.
-        advantages: float32 [B, T], the advantage of the answer that each target is part of.
-        sampled: float32 [B, T], the log-probability of each target when it was sampled.
-        total: float32 [], the number by which the batch's sum of losses is divided; it counts dropped answers, too.
-        old: float32 [B, T], the log-probability of each target in training before the first update; None for that of
-            the present forward pass.
-        reference: float32 [B, T], the log-probability under the reference model; None without one.
-        teacher: [B, T, E], the hidden states of a teacher; None where the step computes them.
+    `figures`, float32 [2, F], are sums, and of how many numbers each is the sum. For each target, float32 [B, T], there
+    are the advantage of its answer and its log-probability: when it was `sampled`, `old` in training before the first
+    update (None for the present forward pass), and of the `reference` model. `total`, float32 [], divides the batch's
+    sum of losses; it counts dropped answers, too. Distillation reads the figures and the hidden states of the teacher,
+    [B, T, E], alone; None where the step computes them.
     """
 
     figures: np.ndarray | None = None
@@ -150,3 +146,34 @@ def collate(rows: Sequence[Sequence[Example]], width: int, *, packed: bool, visi
         positions=tuple(tuple(example.positions for example in row) for row in rows),
         images=images,
     )
+
+
+def row_capacity(config: TrainConfig) -> int:
+    """Return the positions of the longest row: a packed row has room for both documents of any preference."""
+    return config.max_seq_length * (2 if config.pack and config.has_preferences else 1)
+
+
+def pack(positions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
+    """Distribute documents over rows by best-fit decreasing, and return the document numbers of each row.
+
+    The longest document comes first, and each goes into the fullest row that still has room for it. Equal cases go to
+    the lower number, so the result depends on the arguments alone. The number of rows is at most 11/9 of the smallest
+    possible number, plus a small constant (Johnson et al. 1974, doi:10.1137/0203025). A document of more positions than
+    `capacity` is a ValueError.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    for number in sorted(range(len(positions)), key=lambda number: -positions[number]):
+        size = positions[number]
+        if size > capacity:
+            raise ValueError(f"document {number} has {size:,} positions, and a row holds {capacity:,}.")
+        place = bisect_left(room, (size, -1))
+        if place < len(room):
+            left, row = room.pop(place)
+        else:
+            left = capacity
+            row = len(rows)
+            rows.append([])
+        rows[row].append(number)
+        insort(room, (left - size, row))
+    return [tuple(row) for row in rows]

@@ -13,8 +13,7 @@ import numpy as np
 from ...errors import UserError
 from ..example import Example
 from ..preferences.preference import SLOTS, Preference, lay_out
-from .batch import Batch, bucket_widths, collate
-from .packing import pack
+from .batch import Batch, bucket_widths, collate, pack
 
 Row = tuple[int, ...]
 # The entry of a saved place that tells one set of examples from another.

@@ -57,9 +57,7 @@ class ExampleStream:
 
 @dataclass(frozen=True)
 class StreamedSplits(Splits):
-    """The examples of a run with streamed training data; `train` has those of the `first` window, which is read
-    already.
-    """
+    """The examples of a run with streamed training data; `train` has those of the `first` window, already read."""
 
     stream: ExampleStream = field(kw_only=True)
     first: Window = field(kw_only=True)

@@ -28,15 +28,11 @@ class RefusalError(Exception):
 class Marks:
     """The properties of a template and its tokenizer on which the rows of a conversation depend.
 
-    Args:
-        specials: The special tokens as they are written, of which some templates end a conversation with one.
-        ends: The tokens at which generation stops, as they are written.
-        end: The one of them that ends a text; "" if there is none.
-        added: The tokens cut out of a text before anything else, so that nothing merges with them.
-        blocks: Whether the template marks generated text with {% generation %} blocks.
-        thinking: The value of enable_thinking that the template is given.
-        other: The text that the prompt with the other value has after the prompt with this one; "" if it is the same
-            prompt, and None if it is not known yet or not so simple.
+    Tokens are given as they are written: `specials`, with one of which some templates end a conversation; `ends`, at
+    which generation stops; `end`, which ends a text, "" for none; and `added`, which are cut out of a text before
+    anything else, so that nothing merges with them. With `blocks` the template marks generated text with
+    {% generation %}. `thinking` is the value of enable_thinking, and `other` the text that the prompt with the other
+    value has after the prompt with this one; None where it is not known yet, or not so simple.
     """
 
     specials: Sequence[str]

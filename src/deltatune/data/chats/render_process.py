@@ -15,17 +15,19 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
 from .chat_rows import Marks, RefusalError, TurnEnds, chat_rows
-from .template_probes import Messages, argument_form, calls_tools, with_arguments
+from .template_probes import REFUSED, Messages, argument_form, calls_tools, with_arguments
+from .unwritten import UnwrittenParts
 
 LARGEST_TEXT = 1 << 26
 # A process that has had nothing to do for this long ends itself, and frees its memory.
 IDLE_SECONDS = 30
 _LOOK_SECONDS = 0.1
+_REFUSED = (*REFUSED, MemoryError, RuntimeError)
 
 
 class RenderLimits(NamedTuple):
@@ -95,31 +97,82 @@ def _peak_bytes() -> int:
 
 
 class Template:
-    """Writes conversations with the chat template, or the code, of a tokenizer of transformers."""
+    """Writes conversations with the chat template, or the code, of a tokenizer of transformers.
 
-    def __init__(self, tokenizer: Any, options: dict[str, Any], marks: Marks):
+    `thinking` are the tags around the reasoning of its answers. Code is no template and runs without limits, None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: dict[str, Any],
+        marks: Marks,
+        thinking: Sequence[str] = (),
+        limits: RenderLimits | None = None,
+    ):
         self._tokenizer = tokenizer
         self._options = options
         self._marks = marks
+        self._limits = limits
         self._ends = TurnEnds(self._write, marks.ends, marks.specials, marks.end)
+        self._unwritten = UnwrittenParts(thinking)
         self._form: str | None = None
 
     @classmethod
-    def of(cls, setup: dict[str, Any]) -> Template:
+    def of(cls, setup: dict[str, Any], limits: RenderLimits) -> Template:
         """Return the template of a setup, with the special tokens that it may write."""
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
         tokenizer = PreTrainedTokenizerBase(**setup["special_tokens"])
         tokenizer.chat_template = setup["template"]
         other = None if "enable_thinking" in setup["template"] else ""
-        return cls(tokenizer, setup["options"], Marks(**setup["marks"], other=other))
+        return cls(tokenizer, setup["options"], Marks(**setup["marks"], other=other), setup["thinking"], limits)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the rows of a conversation, or {"error": a message for the user}; with `options` it is a prompt.
+
+        With `turns`, the parts of it that stand in no row are there, too: each as its kind and its message.
+        """
+        try:
+            rows = self._limited(request)
+            if "turns" not in request:
+                return {"rows": rows}
+            return {"rows": rows, "lost": self._unwritten.of(request, [row[0] for row in rows], self._copied)}
+        except RefusalError as error:
+            return {"error": str(error)}
+        except _REFUSED as error:
+            return {"error": _refusal(error, self._limits or RenderLimits())}
+
+    def _copied(self, request: dict[str, Any]) -> str | None:
+        try:
+            return "\n".join(row[0] for row in self._limited(request))
+        except (RefusalError, *_REFUSED):
+            return None
+
+    def _limited(self, request: dict[str, Any]) -> list[Any]:
+        with contextlib.nullcontext() if self._limits is None else _limited(self._limits):
+            return self._rows(request)
+
+    def _rows(self, request: dict[str, Any]) -> list[Any]:
+        """Return the rows of a conversation; with `options`, one row without turns, such as a prompt."""
+        messages = self.taken(request["messages"])
+        tools = request["tools"]
+        if "options" in request:
+            return [(self._text(messages, tools, self._options | request["options"]), [], len(messages), [])]
+
+        # A turn is looked for in several rows, but rendered once.
+        @functools.cache
+        def render(count: int, prompt: bool = False, thinking: bool | None = None) -> tuple[str, Any]:
+            return self._render(messages[:count], tools, thinking, prompt)
+
+        return chat_rows(messages, request["turns"], request["every_turn"], render, self._marks, self._ends)
 
     def _render(self, messages: Messages, tools: Any, thinking: bool | None, prompt: bool) -> tuple[str, Any]:
         """Return the text of a conversation, and the spans that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = self._options if thinking is None else self._options | {"enable_thinking": thinking}
-        text = self.text(messages, tools, options | {"add_generation_prompt": prompt})
+        text = self._text(messages, tools, options | {"add_generation_prompt": prompt})
         if not self._marks.blocks or prompt:
             return text, []
         # apply_chat_template gives the spans as tokens alone, of a tokenizer with a vocabulary.
@@ -135,25 +188,11 @@ class Template:
             raise RefusalError("the chat template's generation blocks do not fit its text; use --no-mask-prompt.")
         return text, spans[0]
 
-    def text(self, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
+    def _text(self, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
         text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         if len(text) > LARGEST_TEXT:
             raise RefusalError(f"the model's chat template writes {len(text):,} characters for this conversation.")
         return text
-
-    def rows(self, request: dict[str, Any]) -> list[Any]:
-        """Return the rows of a conversation; with `options`, one row without turns, such as a prompt."""
-        messages = self.taken(request["messages"])
-        tools = request["tools"]
-        if "options" in request:
-            return [(self.text(messages, tools, self._options | request["options"]), [], len(messages), [])]
-
-        # A turn is looked for in several rows, but rendered once.
-        @functools.cache
-        def render(count: int, prompt: bool = False, thinking: bool | None = None) -> tuple[str, Any]:
-            return self._render(messages[:count], tools, thinking, prompt)
-
-        return chat_rows(messages, request["turns"], request["every_turn"], render, self._marks, self._ends)
 
     def taken(self, messages: Messages) -> Messages:
         """Return the messages with the arguments of tool calls in the form that the template takes."""
@@ -164,24 +203,7 @@ class Template:
         return with_arguments(messages, self._form)
 
     def _write(self, messages: Messages) -> str:
-        return self.text(messages, None, self._options)
-
-
-def answer(templates: dict[str, Template], request: dict[str, Any], limits: RenderLimits) -> dict[str, Any]:
-    """Return {"rows": ...}, or {"error": a message for the user}."""
-    import jinja2
-
-    template = templates[request["template"]]
-    try:
-        with _limited(limits):
-            return {"rows": template.rows(request)}
-    except RefusalError as error:
-        return {"error": str(error)}
-    except (
-        ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
-        jinja2.TemplateError,
-    ) as error:  # fmt: skip
-        return {"error": _refusal(error, limits)}
+        return self._text(messages, None, self._options)
 
 
 def main(seconds: str, memory: str) -> None:
@@ -199,9 +221,9 @@ def main(seconds: str, memory: str) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         while requests.poll(IDLE_SECONDS):
             setups, chunk = json.loads(requests.recv_bytes())
-            templates.update({name: Template.of(setup) for name, setup in setups.items()})
+            templates.update({name: Template.of(setup, limits) for name, setup in setups.items()})
             for request in chunk:
-                replies.send_bytes(json.dumps(answer(templates, request, limits)).encode())
+                replies.send_bytes(json.dumps(templates[request["template"]].answer(request)).encode())
 
 
 def _limit_memory(more: int) -> None:

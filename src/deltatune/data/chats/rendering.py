@@ -13,23 +13,21 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
-
-from ...errors import UserError, reason
-from ...machine import bare_program
+from ...errors import UserError
+from ...machine.command_line import bare_program
 from ...machine.environment import cores
 from ...machine.host_memory import memory_of
 from ...upstream import chat_template_code, hugging_face_tokenizer
 from ..rows.row_formats import Conversation, PlainText
-from .chat_rows import Marks, RefusalError
+from .chat_rows import Marks
 from .render_process import RenderLimits, Template
 from .template_probes import Messages
 
@@ -48,15 +46,11 @@ Item = PlainText | Conversation
 
 @dataclass(frozen=True, slots=True)
 class ChatRow:
-    """A conversation, or its beginning, as a chat template writes it.
+    """A conversation, or the beginning of it with so many messages, as a chat template writes it.
 
-    Args:
-        text: The text.
-        turns: For each part that counts in the loss, the characters at which it may start, and at which it ends. Of
-            several starts, the first with fitting tokens is meant.
-        messages: The number of messages in the text.
-        others: Those of the starts that are behind a prompt with the other value of enable_thinking.
-        blocks: Whether the parts are the template's {% generation %} blocks.
+    `turns` hold, for each part that counts in the loss, the characters at which it may start, of which the first with
+    fitting tokens is meant, and at which it ends. `others` are those of the starts that are behind a prompt with the
+    other value of enable_thinking. With `blocks` the parts are the template's {% generation %} blocks.
     """
 
     text: str
@@ -66,7 +60,16 @@ class ChatRow:
     blocks: bool
 
 
-Rendered = tuple[Item, "list[ChatRow] | UserError"]
+# The kind of a part that stands in no row of a conversation, and the number of its message; None for a tool.
+Lost = tuple[str, int | None]
+
+
+class Rendered(NamedTuple):
+    """A text or conversation, with the rows of a conversation, or why there are none; `lost` stands in none of them."""
+
+    item: Item
+    rows: list[ChatRow] | UserError
+    lost: Sequence[Lost] = ()
 
 
 class Renderer:
@@ -82,6 +85,7 @@ class Renderer:
         self.options = {"enable_thinking": tokenizer.has_thinking, **(options or {})}
         self._setups: dict[str, dict[str, Any]] = {}
         self._names: dict[str, str] = {}
+        self._code: dict[str, Template] = {}
 
     @property
     def writes_by_itself(self) -> bool:
@@ -103,7 +107,7 @@ class Renderer:
         """
         chunks = _chunks(items)
         if self.writes_by_itself:
-            yield from ([(item, self._by_the_tokenizer(item)) for item in chunk] for chunk in chunks)
+            yield from ([self._by_the_tokenizer(item) for item in chunk] for chunk in chunks)
             return
         processes = min(cores(), 1 + count // _WORTH_A_PROCESS)
         waiting: deque[Future[list[Rendered]]] = deque()
@@ -125,7 +129,7 @@ class Renderer:
 
     def rows(self, conversation: Conversation) -> list[ChatRow]:
         """Return the rows of one conversation; UserError, naming its source, where the template does not render it."""
-        ((_, rows),) = next(self.chunks([conversation]))
+        ((_, rows, _),) = next(self.chunks([conversation]))
         if isinstance(rows, UserError):
             raise rows
         return rows
@@ -135,31 +139,39 @@ class Renderer:
 
         `options` holds arguments of transformers' apply_chat_template, and variables for the template.
         """
+        return self._written({"messages": messages, "tools": tools, "options": options or {}})[0]
+
+    def prompt(self, messages: Messages, tools: Any, options: Mapping[str, Any]) -> tuple[str, Sequence[Lost]]:
+        """Return the text of a conversation that is to be answered, as text() does, and its parts that are lost."""
+        asked = {"add_generation_prompt": True, **options}
+        return self._written({"messages": messages, "tools": tools, "turns": [], "options": asked})
+
+    def _written(self, request: dict[str, Any]) -> tuple[str, Sequence[Lost]]:
         if self.writes_by_itself:
-            try:
-                request = {"messages": messages, "tools": tools, "options": options or {}}
-                return self._own_code({}).rows(request)[0][0]
-            except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-                raise UserError(f"the model's chat template refuses this conversation: {reason(error)}") from error
-        name = self._setup(tools, {})
-        request = {"template": name, "messages": messages, "tools": tools, "options": options or {}}
-        (reply,) = _answers({name: self._setups[name]}, [request])
+            reply = self._own_code({}).answer(request)
+        else:
+            name = self._setup(request["tools"], {})
+            (reply,) = _answers({name: self._setups[name]}, [{"template": name} | request])
         if "error" in reply:
             raise UserError(reply["error"])
-        return reply["rows"][0][0]
+        return reply["rows"][0][0], [(kind, message) for kind, message in reply.get("lost", ())]
 
     def _chunk(self, chunk: list[Item], requests: list[dict[str, Any]]) -> list[Rendered]:
         """Return a chunk with its rows. This runs in several threads at once."""
         names = {request["template"] for request in requests}
         replies = iter(_answers({name: self._setups[name] for name in names}, requests) if requests else [])
-        return [(item, self._rows(item, next(replies)) if isinstance(item, Conversation) else []) for item in chunk]
+        return [
+            self._rendered(item, next(replies)) if isinstance(item, Conversation) else Rendered(item, [])
+            for item in chunk
+        ]
 
-    def _rows(self, conversation: Conversation, reply: dict[str, Any]) -> list[ChatRow] | UserError:
+    def _rendered(self, item: Conversation, reply: dict[str, Any]) -> Rendered:
         if "error" in reply:
-            return UserError(f"{conversation.source}: {reply['error']}")
-        counted = conversation.every_turn and conversation.turns is not None
-        blocks = counted and self._setups[reply["template"]]["marks"]["blocks"]
-        return [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
+            return Rendered(item, UserError(f"{item.source}: {reply['error']}"))
+        setup = self._setups.get(reply.get("template", ""))
+        blocks = setup is not None and setup["marks"]["blocks"] and item.every_turn and item.turns is not None
+        rows = [ChatRow(text, turns, messages, others, blocks) for text, turns, messages, others in reply["rows"]]
+        return Rendered(item, rows, [(kind, message) for kind, message in reply["lost"]])
 
     def _setup(self, tools: Any, options: Mapping[str, Any]) -> str:
         """Return the name of the setup (template, options, marks) that a process needs to render with these tools."""
@@ -172,6 +184,7 @@ class Renderer:
                 "special_tokens": self._inner.special_tokens_map,
                 "options": options,
                 "marks": self._marks(_GENERATION_TAG.search(template) is not None, options),
+                "thinking": self._thinking_tags(),
             }
             name = hashlib.blake2b(json.dumps(setup).encode(), digest_size=16).hexdigest()
             self._setups[name] = setup
@@ -189,30 +202,30 @@ class Renderer:
             "thinking": bool(options["enable_thinking"]),
         }
 
-    def _by_the_tokenizer(self, item: Item) -> list[ChatRow] | UserError:
+    def _thinking_tags(self) -> list[str]:
+        return [self.tokenizer.think_start, self.tokenizer.think_end] if self.tokenizer.has_thinking else []
+
+    def _by_the_tokenizer(self, item: Item) -> Rendered:
         """Return the rows of a conversation that code of the tokenizer writes, without limits: it is not a template."""
         if not isinstance(item, Conversation):
-            return []
+            return Rendered(item, [])
         template = self._own_code(item.options)
-        try:
-            rows = template.rows(_request(item))
-            messages = template.taken(item.messages)
-            for count in {count for _, _, count, _ in rows}:
-                text, tokens = (
-                    self._write(messages[:count], item.tools, item.options, as_one) for as_one in (False, True)
-                )
-                if list(tokens) != self._inner(text, add_special_tokens=False)["input_ids"]:
-                    raise RefusalError("the tokenizer gives other tokens for this conversation than for its text.")
-        except RefusalError as error:
-            return UserError(f"{item.source}: {error}")
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            return UserError(f"{item.source}: the model's chat template refuses this conversation: {reason(error)}")
-        return [ChatRow(text, turns, count, others, blocks=False) for text, turns, count, others in rows]
+        reply = template.answer(_request(item))
+        messages = [] if "error" in reply else template.taken(item.messages)
+        for count in {count for _, _, count, _ in reply.get("rows", ())}:
+            text, tokens = (self._write(messages[:count], item.tools, item.options, as_one) for as_one in (False, True))
+            if list(tokens) != self._inner(text, add_special_tokens=False)["input_ids"]:
+                reply = {"error": "the tokenizer gives other tokens for this conversation than for its text."}
+        return self._rendered(item, reply)
 
     def _own_code(self, options: Mapping[str, Any]) -> Template:
         """Return the code of the tokenizer in the form of a template."""
         options = {**self.options, **options}
-        return Template(self.tokenizer, options, Marks(**self._marks(False, options)))
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._code:
+            marks = Marks(**self._marks(False, options))
+            self._code[key] = Template(self.tokenizer, options, marks, self._thinking_tags())
+        return self._code[key]
 
     def _write(self, messages: Messages, tools: Any, options: Mapping[str, Any], tokenize: bool = False) -> Any:
         options = {**self.options, **options, "add_generation_prompt": False}
@@ -237,7 +250,7 @@ def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 class _Process:
     def __init__(self) -> None:
-        command = bare_program.command(Path(__file__).with_name("render_process.py"), *LIMITS)
+        command = bare_program(Path(__file__).with_name("render_process.py"), *LIMITS)
         quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quiet)
         assert self._child.stdin is not None

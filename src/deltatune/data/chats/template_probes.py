@@ -25,7 +25,8 @@ _THOUGHT = "deltatune thinks"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Mistral's templates want nine letters or digits.
 _ID = "call00000"
-_REFUSED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, jinja2.TemplateError)
+# The errors with which a template refuses a conversation.
+REFUSED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, jinja2.TemplateError)
 
 
 def argument_form(write: Write) -> str:
@@ -142,7 +143,7 @@ def _converted(call: dict[str, Any], form: str) -> dict[str, Any]:
 def _tried(write: Write, messages: Messages) -> str | None:
     try:
         return write(messages)
-    except _REFUSED:
+    except REFUSED:
         return None
 
 

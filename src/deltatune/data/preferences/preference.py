@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...options.config import TrainConfig
+from ...options.values import agreeing
 from ..example import Example
 
 
@@ -51,19 +52,12 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferenceBatch:
-    """The preferences of a batch: which documents belong together, and their properties. P preferences, some of them
-    blank.
+    """The P preferences of a batch, some of them blank: which documents belong together, and their properties.
 
-    The documents are numbered row by row, D in each row, and documents 2p and 2p + 1 are those of preference p.
-
-    Args:
-        documents: int32 [B, T], the number of the document within its row, from 0; D in padding.
-        numbers: int32 [P], the number of the preference in its data; -1 for a blank one.
-        present: float32 [P], 1 for a preference and 0 for a blank one.
-        desirable: float32 [P], 1 where the first document is a good answer.
-        reference: float32 [P, 2], the references of the preferences; 0 for a blank one.
-        tokens: float32 [P, 2], the number of tokens of each document's answer; 1 for a blank one.
-        lengths: float32 [P, 2], the positions of each document; 1 for a blank one.
+    `documents`, int32 [B, T], is the number of the document within its row, D in padding; of those numbered row by row,
+    2p and 2p + 1 are the documents of preference p. Of each, `numbers`, int32 [P], is its place in the data, -1 for a
+    blank one; float32 [P] are `present`, 0 for a blank one, and `desirable`, 1 where the first document is a good
+    answer. Float32 [P, 2] are the references, the tokens of each answer and the positions of each document.
     """
 
     documents: np.ndarray
@@ -147,9 +141,9 @@ def completed(preferences: Sequence[Preference], config: TrainConfig, notes: lis
     if pictured is not None and config.loss in _WITHOUT_IMAGES:
         raise UserError(f"{pictured.source}: --loss {config.loss} does not take images; use dpo, simpo or cpo.")
     differing = [one for one in preferences if not one.undecided]
-    if len(differing) < len(preferences):
+    if left_out := len(preferences) - len(differing):
         notes.append(
-            f"{len(preferences) - len(differing):,} pairs were left out: within max_seq_length {limit:,}, chosen and "
+            f"{left_out:,} {agreeing(left_out, 'pairs were')} left out: within max_seq_length {limit:,}, chosen and "
             "rejected are equal."
         )
     if config.loss != "kto":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UserError
-from ...options.chat_template import checked_options
 from ...options.config import nearest
+from ...options.values import checked_options
 from .unread_columns import (
     TEXT_KEYS,
     TOOLS,
@@ -59,20 +61,19 @@ class Features:
     chat: str = "messages"
     text: str = "text"
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Features:
+        """Return the keys that options such as prompt_feature name."""
+        named = {name: options.get(f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
+        return cls(**{name: key for name, key in named.items() if key is not None})
+
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that is to be rendered.
+    """A conversation that is to be rendered, with the images and videos in its messages, in order.
 
-    Args:
-        messages: The messages, each with its role.
-        tools: The tools that the template describes to the model.
-        turns: The numbers of the messages that count in the loss; None if everything counts.
-        every_turn: Whether these are all of the assistant's turns.
-        source: Where the conversation came from, for messages to the user.
-        options: Variables for the chat template, beside those of the run.
-        media: The images and videos in its messages, in order.
-        shape: A digest of its roles, keys and types, in which texts do not matter.
+    `turns` are the numbers of the messages that count in the loss, None if everything counts; with `every_turn` they
+    are all of the assistant's. `options` are variables for the chat template, beside those of the run.
     """
 
     messages: Messages
@@ -82,7 +83,6 @@ class Conversation:
     source: str
     options: dict[str, Any] = field(default_factory=dict)
     media: Sequence[Any] = ()
-    shape: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RowFormats:
         known = [key for keys in formats.values() for key in keys]
         null = [key for key in known if key in row and key not in present]
         if null:
-            raise UserError(f"{source}: {null[0]!r} is null; expected {self._expected()}.")
+            raise UserError(f"{source}: {null[0]!r} is empty (null); fill it in, or remove this row.")
         hint = _column_hint(row)
         missing = [] if hint else [key for key in known if key not in row]
         got = ", ".join(repr(key) + ("" if key in known else nearest(str(key), missing)) for key in row)
@@ -324,6 +324,11 @@ def _checked(message: Any, number: int, source: str) -> dict[str, Any]:
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
         raise UserError(f'{where}: expected a string as "content", got {short(content)}.')
+    called = message.get(TOOL_CALLS) or message.get("function_call")
+    if content is None and message["role"] != ASSISTANT and not called:
+        raise UserError(
+            f'{where}: "content" is missing or null; expected a text. Write "" where it is meant to be empty.'
+        )
     # OpenAI's older form has one call in place of a list, and the role "function" for its result.
     role = TOOL if message["role"] == "function" else message["role"]
     # Many templates refuse a message without content, or write "None".
@@ -395,14 +400,14 @@ def _column_hint(row: Mapping[str, Any]) -> str:
             '"chosen" and "rejected", and give --loss dpo.'
         )
     flags: dict[str, str] = {}
+    # Of "The Answer " the last word counts, where no column is called "answer" alone.
+    words_of = {name: re.findall(r"[^\W_]+", name.lower()) for name in names}
     for kind, words in _MEANT.items():
-        matching = [name for name in names if name.lower() in (kind, *words)]
-        # A column of our own name needs no flag.
-        if matching and kind not in names:
-            name = f'"{matching[0]}"' if " " in matching[0] else matching[0]
-            flags[kind] = f"--{kind}-column {name}"
-        elif matching:
-            flags[kind] = ""
+        ending = [name for name in names if {kind, *words} & {*words_of[name][-1:]}]
+        matching = sorted(ending, key=lambda name: len(words_of[name]))
+        if matching:
+            # A column of our own name needs no flag.
+            flags[kind] = "" if kind in names else f"--{kind}-column {shlex.quote(matching[0])}"
     pair = [flags[kind] for kind in ("prompt", "completion") if kind in flags]
     chosen = pair if len(pair) == 2 else [flags[kind] for kind in ("chat", "text") if kind in flags][:1]
     flags_to_give = " ".join(filter(None, chosen))

@@ -1,14 +1,17 @@
 """Opens the tables and streams that rows come from: JSONL files, and data sets on the Hugging Face hub or on disk.
 
+Arrow stores nested objects in columns: every object of a column gets the keys of all of them, and null under those that
+it did not have. A row written as JSON must give the same tokens before and after, so these keys are left out again.
+
 A stream is read some rows at a time and never held whole. Each reading returns the place after it, from which another
 process continues with the same rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
-import io
 import json
 import logging
 import sys
@@ -20,7 +23,91 @@ from typing import Any
 
 from ...errors import UserError, first_line
 from ...machine.environment import expanded
-from .arrow_rows import as_written, may_hold_media
+from ...options.values import unique_keys
+
+_KINDS = ("image", "video")
+_COLUMNS = ("image", "images", "video", "videos")
+
+
+def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
+    """Return a row of the datasets library without the nulls in its nested objects.
+
+    A null in the source looks the same as one added by Arrow, and goes too. Members of a list stay, since Arrow adds
+    none. Values stored as JSON keep their nulls. `features` is the library's description of the columns, if it has one.
+    """
+    return {key: _value(value, _ANY if features is None else features.get(key)) for key, value in row.items()}
+
+
+# Stands for the description of a column that has none.
+_ANY: Any = object()
+
+
+def _value(value: Any, feature: Any) -> Any:
+    if isinstance(value, dict) and (feature is _ANY or isinstance(feature, dict)):
+        return {
+            key: _value(part, _ANY if feature is _ANY else feature.get(key))
+            for key, part in value.items()
+            if part is not None
+        }
+    if isinstance(value, list):
+        member = feature if feature is _ANY else _member(feature)
+        return value if member is None else [_value(part, member) for part in value]
+    return value
+
+
+def _member(feature: Any) -> Any:
+    """Return the description of a list's members if they can hold objects, else None."""
+    # The datasets library describes a list by a class of its own or, in older versions, by a list of one member.
+    member = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return member if isinstance(member, dict | list) or hasattr(member, "feature") else None
+
+
+def may_hold_media(table: Any) -> bool:
+    """Return whether a row of a pyarrow table may hold an image or a video, in a column of its own or in a message."""
+    return any(
+        _any_value(column) if name in _COLUMNS else _any_part(column.combine_chunks())
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    )
+
+
+def _any_value(column: Any) -> bool:
+    """Return whether a column holds something other than nulls and empty lists."""
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    if _is_list(column.type):
+        return bool(compute.any(compute.greater(compute.list_value_length(column), 0)).as_py())
+    return not types.is_null(column.type) and column.null_count < len(column)
+
+
+def _any_part(array: Any) -> bool:
+    """Return whether a text within an array is the type of a part with an image or video, or JSON that may hold one."""
+    import pyarrow
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    if isinstance(array.type, pyarrow.BaseExtensionType):
+        return _any_part(array.storage)
+    if types.is_dictionary(array.type):
+        return _any_part(array.dictionary)
+    if types.is_struct(array.type):
+        return any(_any_part(field) for field in array.flatten())
+    if _is_list(array.type):
+        return _any_part(array.flatten())
+    if not (types.is_string(array.type) or types.is_large_string(array.type)):
+        return False
+    return any(
+        compute.any(matches).as_py()
+        for kind in _KINDS
+        for matches in (compute.starts_with(array, kind), compute.match_substring(array, f'"{kind}'))
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
 
 Rows = Iterator[tuple[str, Any]]
 # A place in a stream, as JSON values; None is its beginning.
@@ -60,14 +147,20 @@ def jsonl(path: Path) -> DataTable:
 
     A UserError says that it cannot be read and, while rows are read, names the line of a bad one.
     """
-    try:
-        with path.open("rb") as file:
-            count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
-    except OSError as error:
-        raise UserError(_unreadable(path, error)) from error
+    with _readable(path), path.open("rb") as file:
+        count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) + 1
     return DataTable(
-        str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: file_digest(path)
+        str(path), count, lambda: _lines(path), lambda: _lines(path, _MEDIA_MARKS), lambda: _file_digest(path)
     )
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Within the context, a file that cannot be read is a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from error
 
 
 def in_memory(name: str, rows: Any) -> DataTable:
@@ -83,8 +176,7 @@ def in_memory(name: str, rows: Any) -> DataTable:
     return DataTable(name, len(rows), numbered, numbered, None)
 
 
-def file_digest(path: Path) -> bytes:
-    """Return a digest of a file's content."""
+def _file_digest(path: Path) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, _digest).digest()
 
@@ -275,32 +367,17 @@ def _arrow_tables(dataset: Any) -> Iterator[Any]:
     return dataset.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
-class _DigestFile(io.RawIOBase):
-    def __init__(self) -> None:
-        self.digest = _digest()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        self.digest.update(content)
-        return len(content)
-
-
 def _arrow_digest(dataset: Any) -> bytes:
-    import pyarrow
-
-    file = _DigestFile()
+    digest = _digest()
     for table in _arrow_tables(dataset):
-        with pyarrow.ipc.new_stream(pyarrow.PythonFile(file, "w"), table.schema) as stream:
-            stream.write_table(table)
-    return file.digest.digest()
+        digest.update(table.schema.serialize())
+        for batch in table.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.digest()
 
 
 def leave_undecoded(features: Any) -> None:
-    """Switch off, in place, the decoding of images and videos among the columns of a data set, `info.features`, or a
-    part.
-    """
+    """Switch off, in place, the decoding of images and videos in columns of a data set, of which `features` tell."""
     import datasets
 
     if isinstance(features, datasets.Image | datasets.Video):
@@ -320,10 +397,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def json_file(path: Path) -> DataTable:
     """Open a .json file; UserError where it cannot be read, is not UTF-8, or holds an array that is not JSON."""
-    try:
+    with _readable(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(_unreadable(path, error)) from error
     if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return jsonl(path)
     objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
@@ -331,14 +406,14 @@ def json_file(path: Path) -> DataTable:
     def rows() -> Rows:
         return ((f"{path} row {number}", row) for number, row in enumerate(objects, 1))
 
-    return DataTable(str(path), len(objects), rows, rows, lambda: file_digest(path))
+    return DataTable(str(path), len(objects), rows, rows, lambda: _file_digest(path))
 
 
 def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
     """Return the value that a line of a file, or with None the whole file, holds, alone in a tuple; None for blanks.
 
     The bytes at the start of the file may begin with a byte order mark. A UserError says that they are not UTF-8, or
-    not JSON, or hold half of a character.
+    not JSON, or hold half of a character or a key twice.
     """
     where = str(path) if line is None else f"{path}:{line}"
     first = line or 1
@@ -357,7 +432,7 @@ def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
     if not text:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
         # JSON can hold half of a surrogate pair (\ud83d), which is not a character and has no tokens.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
@@ -365,6 +440,8 @@ def parsed(raw: bytes, path: Path, line: int | None) -> tuple[Any] | None:
         raise UserError(
             f"{path}:{first + error.lineno - 1}: not JSON: {error.msg} at column {error.colno}; expected {expected}."
         ) from error
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except UnicodeEncodeError as error:
         raise UserError(
             f"{where}: a \\u escape is only half of a character ({error.reason}); write both halves."
@@ -431,25 +508,17 @@ class JsonLines:
     def __init__(self, path: Path):
         self._path = path
         self.name = str(path)
-        try:
+        with _readable(path):
             path.open("rb").close()
-        except OSError as error:
-            raise UserError(_unreadable(path, error)) from error
 
     def read(self, place: Place, count: int) -> tuple[list[tuple[str, Any]], Place]:
         """Return up to `count` rows from a place, each with its source, and the place after them.
 
         There are fewer than `count` rows only at the end of the data.
         """
-        try:
+        with _readable(self._path):
             read = list(islice(_places(self._path, place or (0, 0)), count))
-        except OSError as error:
-            raise UserError(_unreadable(self._path, error)) from error
         return [row for row, _ in read], read[-1][1] if read else place
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"{path}: cannot be read ({error.strerror}); expected a readable file."
 
 
 @dataclass

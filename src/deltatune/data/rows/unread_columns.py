@@ -60,9 +60,7 @@ def is_absent(value: Any) -> bool:
 
 
 def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse, with a UserError, a part of a message, or an object that describes an image, with a filled key that is
-    not `known`.
-    """
+    """Raise a UserError for a filled key of a part of a message, or of an image's object, that is not `known`."""
     for key in part:
         if key not in known and not is_absent(part[key]):
             raise UserError(

@@ -19,11 +19,11 @@ from ...models.vision.inputs import (
     VisionSpec,
     padded_frames,
     padded_patches,
+    single_frames,
     vision_batch,
 )
-from .image_files import name_of
-from .images import ImageReader
-from .videos import Video, VideoReader
+from .images import ImageReader, name_of
+from .videos import Video, VideoReader, video_names, video_text
 from .videos import name_of as name_of_video
 
 #: The options of a run that say how its images and videos are prepared.
@@ -35,11 +35,6 @@ class MediaSize(NamedTuple):
 
     grid: Grid
     seconds: tuple[float, ...] = ()
-
-    @property
-    def blocks(self) -> range:
-        """Its runs of tokens in a prompt: one for an image, one for each pair of frames of a video."""
-        return range(self.grid[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +107,10 @@ def picture_options(options: Mapping[str, Any], adapter_path: str | None) -> dic
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """The images and videos of one example. A row of text alone has none.
+    """The images and videos of one example, in the order of its tokens. A row of text alone has none.
 
-    Args:
-        values: The row's value for each image and video, in the order of the tokens.
-        grids: The grid of patches of each.
-        digests: A digest of the content of each.
-        positions: int32 [3, N], the rotary positions (time, height, width) of each of the example's tokens.
-        spec: The token ids and sizes of the vision tower.
-        reader: The reader that opens the values.
+    Each has the value that the row gives it, which `reader` opens, its grid of patches and a digest of its content.
+    `positions`, int32 [3, N], are the rotary positions (time, height, width) of each of the example's N tokens.
     """
 
     values: tuple[Any, ...]
@@ -197,3 +187,70 @@ def collate_pictures(rows: Sequence[Any], width: int, spec: VisionSpec) -> Visio
             continue
         inputs.append((row.tokens[:-1], row.pictures.positions[:, :-1], row.pictures.read(row.source)))
     return vision_batch(inputs, width, spec)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPictures:
+    """The patches of the images and videos of a prompt: of one message, which they stand before, or of a conversation.
+
+    `video_texts` hold, for each video, the text that stands for it in the prompt.
+    """
+
+    images: list[Picture]
+    videos: list[Picture]
+    sizes: list[MediaSize]
+    video_texts: list[str]
+    spec: VisionSpec
+
+    @classmethod
+    def read(
+        cls, values: Sequence[Any], source: str, reader: MediaReader, spec: VisionSpec, tokenizer: Any
+    ) -> PromptPictures:
+        """Read images and videos in the order of the prompt, each as a row of data gives it.
+
+        A UserError, naming `source`, says that a file cannot be read, or is of an unfit kind.
+        """
+        media = [reader.read(value, source) for value in values]
+        names = video_names(tokenizer, spec)
+        return cls(
+            images=[picture for picture, size in media if not size.seconds],
+            videos=[picture for picture, size in media if size.seconds],
+            sizes=[size for _, size in media],
+            video_texts=[video_text(size.seconds, names) for _, size in media if size.seconds],
+            spec=spec,
+        )
+
+    def placed(self, tokens: Sequence[int], source: str) -> list[int]:
+        """Return the prompt's tokens, as the chat template wrote them, with those of images and videos repeated by
+        token_counts.
+        """
+        written = np.array(tokens)
+        return np.repeat(written, token_counts(written, self.sizes, self.spec, source)).tolist()
+
+
+def token_counts(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpec, source: str) -> np.ndarray:
+    """Return how often each token [N] that the chat template wrote stands in the model's input, int64 [N].
+
+    A token of an image or video stands there once for each feature, and any other once. A UserError, naming `source`,
+    says that the tokens are not those of `sizes`, which are in the order of the conversation.
+    """
+    tokens_of = ((spec.video_token if size.seconds else spec.image_token, size.grid[0]) for size in sizes)
+    expected = [token for token, blocks in tokens_of for _ in range(blocks)]
+    marks = np.flatnonzero(np.isin(tokens, (spec.image_token, spec.video_token)))
+    written = tokens[marks].tolist()
+    kinds = ((spec.image_token, "image", "images"), (spec.video_token, "video", "pairs of frames"))
+    for token, kind, media in kinds:
+        if written.count(token) != expected.count(token):
+            raise UserError(
+                f"{source}: the chat template writes {written.count(token)} {kind} tokens for "
+                f"{expected.count(token)} {media}; a text must not hold the model's own {kind} token, and the "
+                f"model's template must know {kind}s."
+            )
+    if written != expected:
+        raise UserError(
+            f"{source}: the chat template writes images and videos in another order than the row; "
+            "put each where the template expects it."
+        )
+    counts = np.ones(len(tokens), np.int64)
+    counts[marks] = [spec.tokens(grid) for grid in single_frames([size.grid for size in sizes])]
+    return counts

@@ -26,16 +26,9 @@ _FINE_STEPS = 8
 class VisionSpec:
     """The numbers of a vision tower that the inputs depend on.
 
-    Attributes:
-        patch: The side of a patch, in pixels.
-        temporal: The number of video frames that a patch spans.
-        merge: The side, in patches, of the square that becomes one token.
-        side: The side of the square table of learned positions.
-        values: The number of values in a patch.
-        image_token: The token id that stands for a feature of an image.
-        video_token: The token id that stands for a feature of a video.
-        start_token: The token id before an image.
-        end_token: The token id after an image.
+    A `patch` is a square of so many pixels, of `temporal` frames, with so many `values`; squares of `merge` patches
+    become one token, and the table of learned positions has sides of `side`. The others are token ids: those that stand
+    for a feature of an image or a video, and those before and after an image.
     """
 
     patch: int
@@ -73,15 +66,11 @@ class ImageShapes(NamedTuple):
 class VisionBatch:
     """B rows of T tokens with I frames of P patches each, padded to shapes that repeat. Without images, I is 0.
 
-    Attributes:
-        positions: int32 [3, B, T]: time, row and column of each token.
-        feature_rows: int32 [B, T]: the row of the tower's features that each token gets, -1 for text.
-        patches: float32 [I, P, values]: the values of each patch.
-        cells: int32 [I, P, 2]: the row and column of each patch in its image.
-        position_rows: int32 [4, I, P]: the four rows of the table of positions that a patch interpolates between.
-        position_weights: float32 [4, I, P]: the weights of those rows.
-        present: bool [I, P]: False for padding. In a frame that is all padding it is True throughout, because a softmax
-            over no patches would give NaN.
+    `positions` int32 [3, B, T] are the time, row and column of each token, and `feature_rows` int32 [B, T] the row of
+    the tower's features that it gets, -1 for text. `patches` float32 [I, P, values] have `cells` int32 [I, P, 2], a row
+    and a column in the image, and interpolate between four rows of the table of positions: `position_rows` int32
+    [4, I, P], with `position_weights` float32. `present` bool [I, P] is False for padding; in a frame that is all
+    padding it is True throughout, because a softmax over no patches would give NaN.
     """
 
     positions: np.ndarray

@@ -197,7 +197,7 @@ class _Part:
         return self.options.with_sinks or self.mask is not None or self.k.shape[3] < self.queries[0].shape[3]
 
     def blocks(self) -> list[QueryBlock]:
-        """Return the blocks that see a key, in order; in the trace of a plan, the first and the last one alone."""
+        """Return the blocks that see a key, in order; in the trace of a plan, the first and the last two alone."""
         (*heads, queries, _), keys, options = self.queries[0].shape, self.k.shape[3], self.options
         ahead, first = keys - queries, 0
         blocks: list[QueryBlock] = []
@@ -209,7 +209,8 @@ class _Part:
             if high > low:
                 blocks.append(QueryBlock(first, last, low, high))
             first = last
-        return [blocks[0], blocks[-1]] if len(blocks) > 2 and trace.current().shortened else blocks
+        # MLX's queue holds arrays of more than one block.
+        return [blocks[0], *blocks[-2:]] if len(blocks) > 3 and trace.current().shortened else blocks
 
     def _seen(self, position: int, keys: int) -> int:
         """Return about how many keys the query at `position` sees."""

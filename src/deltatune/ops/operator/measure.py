@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 
 Kind = tuple[tuple[int, ...], mx.Dtype]
 

@@ -42,7 +42,7 @@ class Dispatch:
         device: Runs the launches of kernels (ops/kernels/launch.py); None for MLX's default device.
         small_case: Where cheap operators note that they serve, whatever the size of their arrays; None outside the
             small cases of patches.
-        callers: The calls of patched functions so far (patches/callers.py); None if nobody asks.
+        callers: The calls of patched functions so far (patches/whole_rows.py); None if nobody asks.
         recurrences: Calls of the recurrence, counted by implementation.
         attentions: Calls of attention, counted by implementation.
     """

@@ -3,10 +3,15 @@
 Every model of mlx-lm and mlx-vlm ends in mx.fast.scaled_dot_product_attention, whichever function of its package it
 calls, so that one record reaches all of them. Versions read: mlx-lm 0.32.0 to 0.32.2; mlx-vlm 0.7.0,
 0.7.3, 0.7.6, 0.7.8, 0.7.10.
+
+The latent attention (MLA) of three families scores a query and a key in two parts: q . k of most channels in MLX's
+attention, and the product of the few channels that carry positions as a mask of floats, [B, H, T, T]. In training both
+are one product here, of keys as long as all channels together: 192 for values of 128, in the released models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,12 +23,10 @@ from ..patch_record import PACKING, Check, Function, Patch
 from ..small_cases import alike, causal, describe_difference, drawn, layer_input, results, same_layer
 from ..whole_rows import attending, marking, remembering, serves_attention, whole, whole_rows
 
-_REASON = "its backward pass keeps the matrix of all scores, which grows with the square of the length"
 _UNMARKED = (
     "Gradients that are taken through it then keep MLX's own attention, whose memory grows with the square of the "
     "length."
 )
-_READ = "The mask of a window is then read as a matrix, which takes a byte for each pair of positions."
 
 
 def _is_softmax_attention(upstream: Function, _ours: Function) -> str | None:
@@ -157,7 +160,7 @@ _MARK: dict[str, Any] = {
 _MASK: dict[str, Any] = {
     "name": "create_causal_mask",
     "reason": "deltatune's attention needs to know the window, and not the mask",
-    "without": _READ,
+    "without": "The mask of a window is then read as a matrix, which takes a byte for each pair of positions.",
     "replacement": remembering,
     "check": _is_window,
 }
@@ -173,7 +176,7 @@ PATCHES = (
         "fast.scaled_dot_product_attention",
         attending,
         _is_softmax_attention,
-        reason=_REASON,
+        reason="its backward pass keeps the matrix of all scores, which grows with the square of the length",
         without=_UNMARKED,
     ),
     Patch("mlx.core", "value_and_grad", marking, _gradient_alike(_of_gradient), **_MARK),
@@ -188,7 +191,6 @@ PATCHES = (
         name="evaluate",
         # Its defaults are functions, which have no fixed text.
         signature="",
-        holders=("mlx_lm.lora",),
         reason="a validation has to fit into memory where the training does",
         without="Validation then holds the scores of all pairs of positions of one layer at a time.",
         replacement=whole,
@@ -196,4 +198,79 @@ PATCHES = (
     ),
     Patch(**_GROUPED, module="mlx_lm.models.gemma2"),
     Patch(**_GROUPED, module="mlx_vlm.models.gemma2.language"),
+)
+
+
+def _training(attended: Function) -> Callable[[Function], Function]:
+    """Build the replacement of a __call__ that runs `attended(self, x, mask)` where deltatune serves attention."""
+
+    def replacement(upstream: Function) -> Function:
+        def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
+            # A single token has a form of its own, which is for decoding.
+            if cache is not None or x.shape[1] == 1 or not serves_attention():
+                return upstream(self, x, mask, cache)
+            return attended(self, x, mask)
+
+        return __call__
+
+    return replacement
+
+
+def _queries(self: Any, x: mx.array) -> mx.array:
+    """The queries [B, T, H (N + R)]: N channels without positions, R with."""
+    if self.q_lora_rank is None:
+        return self.q_proj(x)
+    return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+
+def _attend(self: Any, x: mx.array, q: mx.array, mask: Any, rotate: Callable[[mx.array], mx.array]) -> mx.array:
+    """Attend with queries q [B, T, H (N + R)] of a layer's input x [B, T, D]; return [B, T, H, V].
+
+    `rotate` puts positions into the R channels that carry them, [B, any, T, R].
+    """
+    q = mx.unflatten(q, -1, (self.num_heads, -1)).swapaxes(1, 2)
+    q_plain, q_rotary = mx.split(q, [self.qk_nope_head_dim], axis=-1)
+    latent, k_rotary = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.kv_lora_rank], axis=-1)
+    latent = self.kv_a_layernorm(latent)
+    k_plain = self.embed_q(latent, transpose=False)
+    v = self.unembed_out(latent)
+    k_rotary = mx.broadcast_to(rotate(k_rotary), q_rotary.shape)
+    k = mx.concatenate([k_plain, k_rotary], axis=-1)
+    q = mx.concatenate([q_plain, rotate(q_rotary)], axis=-1)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask).swapaxes(1, 2)
+
+
+def _unrotated(x: mx.array) -> mx.array:
+    """Kimi's models put no positions into these channels."""
+    return x
+
+
+def _kimi_linear(self: Any, x: mx.array, mask: Any) -> mx.array:
+    return self.o_proj(_attend(self, x, self.q_proj(x), mask, _unrotated).flatten(2))
+
+
+def _kimi_k3(self: Any, x: mx.array, mask: Any) -> mx.array:
+    y = _attend(self, x, _queries(self, x), mask, _unrotated).flatten(2)
+    return self.o_proj(y * mx.sigmoid(self.g_proj(x)) if self.use_gate else y)
+
+
+def _bailing(self: Any, x: mx.array, mask: Any) -> mx.array:
+    y = _attend(self, x, _queries(self, x), mask, self.rope)
+    gate = mx.sigmoid(self.g_proj(x).astype(mx.float32)).astype(y.dtype)
+    return self.dense((y * gate[..., None]).flatten(2))
+
+
+_LATENT: dict[str, Any] = {
+    "reason": "a part of its scores is a mask of floats, whose gradient is a matrix of all pairs for each head",
+    "check": same_layer(layer_input, causal, inside=whole_rows),
+    "without": "Memory of these layers then grows with the square of the length.",
+}
+
+LATENT = tuple(
+    Patch(**_LATENT, module=f"mlx_lm.models.{module}", name=f"{name}.__call__", replacement=_training(attended))
+    for module, name, attended in (
+        ("kimi_linear", "KimiMLAAttention", _kimi_linear),
+        ("kimi_k3", "KimiK3MLAAttention", _kimi_k3),
+        ("bailing_moe_v3", "BailingMLA", _bailing),
+    )
 )

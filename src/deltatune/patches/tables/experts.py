@@ -23,9 +23,9 @@ from ...machine import backend
 from ...ops.experts import expert_block, routing, swiglu
 from ...ops.tracing import trace
 from ...upstream import COMBINE
-from .. import callers
-from ..patch_record import Check, Function, Patch
+from ..patch_record import Function, Patch
 from ..small_cases import LENGTH, WIDTH, drawn, layer_input, same_layer
+from ..whole_rows import asked_for_names, note_call
 
 # Activations that compute silu(gate) * up. The operator has its own, with a cheaper sigmoid and its own gradient.
 _SWIGLU = ("mlx_lm.models.switch_layers.SwiGLU", "mlx_vlm.models.switch_layers.SwiGLU")
@@ -135,14 +135,14 @@ def _runner(self: Any, names: tuple[str, ...], x: mx.array, indices: mx.array) -
     product for half precision or for matrices with a global scale (nvfp4), so the operator serves those in
     inference as well.
     """
-    trains = self.training or callers.asked()
+    trains = self.training or asked_for_names()
     if not trains and not (backend.computes_in_fp32() and _is_beyond_mlx(self, names, x)):
         return None
     projections = [known for name in names if (known := projection(self[name])) is not None]
     if len(projections) < len(names):
-        callers.note("experts", None)
+        note_call("experts", None)
         return None
-    callers.note("experts", lambda: "grouped")
+    note_call("experts", lambda: "grouped")
     up, down, *gate = projections
     kind = type(self.activation)
     activation = swiglu if f"{kind.__module__}.{kind.__qualname__}" in _SWIGLU else self.activation
@@ -236,28 +236,24 @@ def _chosen() -> mx.array:
     return mx.array([[[0, 2], [3, 1], [1, 0], [2, 3], [0, 3]]])
 
 
-def _same_experts(*more: Callable[[], mx.array | None]) -> Check:
-    return same_layer(layer_input, _chosen, *more, build=lambda cls: cls(WIDTH, 8, 4))
+def _switch_record(
+    package: str, name: str, replacement: Callable[[Function], Function], *more: Callable[[], mx.array]
+) -> Patch:
+    """The record of a layer of experts; `more` make the arguments behind the indices."""
+    check = same_layer(layer_input, _chosen, *more, build=lambda cls: cls(WIDTH, 8, 4))
+    module = f"{package}.models.switch_layers"
+    return Patch(**_RECORD, module=module, name=f"{name}.__call__", replacement=replacement, check=check)
 
 
 _COMBINED = (lambda: drawn(1, 1, LENGTH, 2), lambda: drawn(2, 1, LENGTH, WIDTH))
 
-
-def _switch_records(module: str, glu: Callable[[Function], Function], **more: Any) -> tuple[Patch, ...]:
-    shared = {**_RECORD, "module": module, **more}
-    alike = _same_experts(*(_COMBINED if glu is _combining_switch else ()))
-    return (
-        Patch(**shared, name="SwitchGLU.__call__", replacement=glu, check=alike),
-        Patch(**shared, name="SwitchMLP.__call__", replacement=_switch("fc1", "fc2"), check=_same_experts()),
-    )
-
-
-_VLM_SWITCH = "mlx_vlm.models.switch_layers"
-
 PATCHES: tuple[Patch, ...] = (
-    *_switch_records("mlx_lm.models.switch_layers", _switch(*_GLU)),
+    _switch_record("mlx_lm", "SwitchGLU", _switch(*_GLU)),
+    _switch_record("mlx_lm", "SwitchMLP", _switch("fc1", "fc2")),
     *(_block_record(f"mlx_lm.models.{module}", name) for module, name in _LM_BLOCKS.items()),
-    *_switch_records(_VLM_SWITCH, _switch(*_GLU), tried="==0.7.0"),
-    *_switch_records(_VLM_SWITCH, _combining_switch, tried=">=0.7.1,<=0.7.10"),
+    # The first of these has the signature of mlx-vlm 0.7.0, the second that of later versions.
+    _switch_record("mlx_vlm", "SwitchGLU", _switch(*_GLU)),
+    _switch_record("mlx_vlm", "SwitchGLU", _combining_switch, *_COMBINED),
+    _switch_record("mlx_vlm", "SwitchMLP", _switch("fc1", "fc2")),
     *(_block_record(f"mlx_vlm.models.{module}.language", name) for module, name in _VLM_BLOCKS.items()),
 )

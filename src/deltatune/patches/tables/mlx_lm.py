@@ -1,58 +1,70 @@
 """Replaces functions of mlx-lm: the recurrence, and those that have to keep packed documents separate.
 
-Versions read: 0.32.0, 0.32.1, 0.32.2.
+Kimi K3's residual weights are a product of two parameters that mlx-lm and mlx-vlm cache for too long.
+
+Versions read: mlx-lm 0.32.0, 0.32.1, 0.32.2; mlx-vlm 0.7.0, 0.7.1, 0.7.5, 0.7.10.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from ...ops import segments
 from ...ops.causal_conv import causal_conv, is_faster
 from ...ops.pointwise.passes import OPERATOR as PASSES
 from ...ops.recomputation import keeps_inputs_alone
 from ...ops.tracing import trace
+from ...upstream import RESIDUAL_WEIGHTS_OF_LAYER, RESIDUAL_WEIGHTS_OF_MODEL
 from .. import recurrence
-from ..patch_record import PACKING, TRAINING, Check, Function, Patch
-from ..small_cases import LENGTH, WIDTH, causal, describe_difference, drawn, layer_input, results, same_layer
-
-UPDATE_PLAIN = "q, k, v, a, b, A_log, dt_bias, state=None, mask=None, use_kernel=True"
-UPDATE = "mlx_lm.models.gated_delta.gated_delta_update"
-
-LOOP = (
-    "These layers then train with upstream's loop over tokens, which is right, but slow and needs much memory, "
-    "and they cannot keep packed documents separate."
+from ..evidence import signature_text
+from ..patch_record import PACKING, SETTLED, TRAINING, Check, Function, Patch
+from ..small_cases import (
+    BOUND,
+    LENGTH,
+    WIDTH,
+    Build,
+    SmallConfig,
+    built,
+    causal,
+    describe_difference,
+    drawn,
+    layer_input,
+    of_config,
+    results,
+    same_layer,
 )
+
 MIXED = "Packed documents then influence one another; training without packing is not affected."
 
 
-def same_update(options: list[dict[str, Any]]) -> Check:
-    """Build a check that compares the installed gated_delta_update with deltatune's on three tokens, with gradients.
+def _same_update(upstream: Function, ours: Function) -> str | None:
+    """Compare the installed gated_delta_update with deltatune's on three tokens, with gradients.
 
-    It compares once for each dictionary of keyword arguments and each kind of gates.
+    It compares once for each option of the gates that this version has, and for each kind of gates.
     """
-
-    def check(upstream: Function, ours: Function) -> str | None:
-        q, k, v = (0.5 * drawn(seed, 1, 3, heads, size) for seed, heads, size in ((0, 1, 4), (1, 1, 4), (2, 2, 3)))
-        of_heads = ((1, 3, 2), (1, 3, 2), (2,), (2,))
-        of_channels = ((1, 3, 2, 4), (1, 3, 2), (2, 1), (2, 4))
-        for shapes in (of_heads, of_channels):
-            arrays = [q, k, v, *(0.5 * drawn(3 + at, *shape) for at, shape in enumerate(shapes))]
-            for option in options:
-                actual, expected = (
-                    results(lambda *x, f=function, o=option: f(*x, use_kernel=False, **o), arrays)
-                    for function in (upstream, ours)
-                )
-                difference = describe_difference(
-                    actual, expected, 1e-5, f"deltatune's{f' with {option}' if option else ''}"
-                )
-                if difference is not None:
-                    return difference
-        return None
-
-    return check
+    parameters = inspect.signature(upstream).parameters
+    if unknown := [name for name in parameters if name not in recurrence.PARAMETERS]:
+        return f"its signature is {signature_text(upstream)}, and {', '.join(unknown)} was not expected."
+    q, k, v = (0.5 * drawn(seed, 1, 3, heads, size) for seed, heads, size in ((0, 1, 4), (1, 1, 4), (2, 2, 3)))
+    of_heads = ((1, 3, 2), (1, 3, 2), (2,), (2,))
+    of_channels = ((1, 3, 2, 4), (1, 3, 2), (2, 1), (2, 4))
+    for shapes in (of_heads, of_channels):
+        arrays = [q, k, v, *(0.5 * drawn(3 + at, *shape) for at, shape in enumerate(shapes))]
+        for option in [{}, *({name: value} for name, value in recurrence.OPTIONS.items() if name in parameters)]:
+            actual, expected = (
+                results(lambda *x, f=function, o=option: f(*x, use_kernel=False, **o), arrays)
+                for function in (upstream, ours)
+            )
+            reference = f"deltatune's{f' with {option}' if option else ''}"
+            difference = describe_difference(actual, expected, 1e-5, reference)
+            if difference is not None:
+                return difference
+    return None
 
 
 def attention_mask(upstream: Function) -> Function:
@@ -155,21 +167,20 @@ ATTENTION_MASK: dict[str, Any] = {
     "check": same_masks,
 }
 
+UPDATE_OF_LAYERS: dict[str, Any] = {
+    "name": "gated_delta_update",
+    # Versions differ in parameters; the check says which are known.
+    "signature": "",
+    "reason": "a training forward runs a loop or a scan over tokens, an eval forward a kernel without a gradient",
+    "without": "These layers then train with upstream's loop over tokens, which is right, but slow and needs much "
+    "memory, and they cannot keep packed documents separate.",
+    "needed_for": (TRAINING, PACKING),
+    "replacement": recurrence.update,
+    "check": _same_update,
+}
+
 PATCHES = (
-    Patch(
-        module="mlx_lm.models.gated_delta",
-        name="gated_delta_update",
-        without=LOOP,
-        needed_for=(TRAINING, PACKING),
-        signature=f"({UPDATE_PLAIN.replace('use', '*, use')}, lower_bound=None, allow_neg_eigval=False)",
-        holders=tuple(
-            f"mlx_lm.models.{name}"
-            for name in ("qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "bailing_moe_v3", "olmo_hybrid")
-        ),
-        reason="a training forward runs a loop over tokens, an eval forward a kernel without a gradient",
-        replacement=recurrence.update,
-        check=same_update([{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]),
-    ),
+    Patch(**UPDATE_OF_LAYERS, module="mlx_lm.models.gated_delta"),
     Patch(**ATTENTION_MASK, module="mlx_lm.models.base"),
     Patch(
         module="mlx.nn.layers.convolution",
@@ -180,4 +191,86 @@ PATCHES = (
         replacement=_conv1d,
         check=same_layer(layer_input, build=lambda cls: cls(WIDTH, WIDTH, 3, groups=WIDTH)),
     ),
+)
+
+
+def _fresh_product(*caches: str) -> Any:
+    """Build a replacement that computes the cached attributes `caches` anew in each call, and leaves none behind."""
+
+    def replacement(upstream: Function) -> Function:
+        def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:  # noqa: N807
+            def clear() -> None:
+                if self.use_attn_res:
+                    for name in caches:
+                        setattr(self, name, None)
+
+            clear()
+            try:
+                return upstream(self, *arguments, **keywords)
+            finally:
+                clear()
+
+        return __call__
+
+    return replacement
+
+
+def _in_second_block(upstream: Function) -> tuple[Any, ...]:
+    """The arguments of the second layer: its input, no mask, no cache, and the blocks before it."""
+    blocks = upstream.__globals__["ResidualBlocks"](1e-6)
+    blocks.append(drawn(1, 1, 5, 16))
+    return layer_input(), None, None, blocks
+
+
+def _stale(build: Build, arguments: Callable[[Function], tuple[Any, ...]]) -> Check:
+    """Build a check: after an update of the weights, ours agrees in evaluation with upstream in training."""
+
+    def check(upstream: Function, ours: Function) -> str | None:
+        layer = built(upstream, build)
+
+        def output(function: Function, training: bool) -> mx.array:
+            layer.train(training)
+            result = function(layer, *arguments(upstream))
+            return result[0] if isinstance(result, tuple) else result
+
+        output(upstream, False)
+        layer.update(tree_map(lambda x: 1.0 - x, layer.parameters()))
+        old, fresh = output(upstream, False), output(ours, False)
+        expected = output(upstream, True)
+        if describe_difference([old], [expected], BOUND, "") is None:
+            return SETTLED
+        return describe_difference([fresh], [expected], BOUND, "a training forward")
+
+    return check
+
+
+def _records(module: str, model_signature: str) -> tuple[Patch, ...]:
+    shared: dict[str, Any] = {
+        "module": module,
+        "reason": "outside training, a cached product of weights is used that is one step old and has no gradient",
+        "without": "An evaluation between training steps then uses residual weights that are one step old, and a "
+        "forgotten model.train() loses their gradient.",
+        "needed_for": (TRAINING,),
+    }
+    return (
+        Patch(
+            **shared,
+            name="KimiK3DecoderLayer.__call__",
+            signature="(self, x, mask=None, cache=None, blocks=None)",
+            replacement=_fresh_product(*RESIDUAL_WEIGHTS_OF_LAYER),
+            check=_stale(lambda cls: cls(SmallConfig(), 1), _in_second_block),
+        ),
+        Patch(
+            **shared,
+            name="KimiK3TextModel.__call__",
+            signature=model_signature,
+            replacement=_fresh_product(*RESIDUAL_WEIGHTS_OF_MODEL),
+            check=_stale(of_config, lambda _: (mx.array([[3, 1, 4, 1, 5]]),)),
+        ),
+    )
+
+
+RESIDUAL_WEIGHTS = (
+    *_records("mlx_lm.models.kimi_k3", "(self, inputs, cache=None)"),
+    *_records("mlx_vlm.models.kimi_k3.language", "(self, inputs, cache=None, inputs_embeds=None)"),
 )

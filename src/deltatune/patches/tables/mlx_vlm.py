@@ -9,49 +9,16 @@ Versions read: 0.7.0 to 0.7.6, 0.7.8 to 0.7.10.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...upstream import DEEPSTACK
-from .. import recurrence
-from ..patch_record import ALWAYS, PACKING, SETTLED, TRAINING, Check, Function, Patch
+from ..patch_record import ALWAYS, SETTLED, TRAINING, Function, Patch
 from ..small_cases import BOUND, WIDTH, built, describe_difference, drawn, of_config
-from .mlx_lm import ATTENTION_MASK, LOOP, UPDATE_PLAIN, same_update
-
-QWEN3_5 = "mlx_vlm.models.qwen3_5.gated_delta"
-SHARED = "mlx_vlm.models.gated_delta"
-
-
-_REASON = (
-    "in training the forward pass is a loop or a scan over tokens; in evaluation it is a kernel without a gradient"
-)
-
-
-def _update(module: str, versions: str, more: str, holders: tuple[str, ...]) -> Patch:
-    """The record of a gated_delta_update. `more`: its signature after the parameters that all have."""
-    bounded = [{}, {"lower_bound": -5.0}] if "lower_bound" in more else [{}]
-    return Patch(
-        tried=versions,
-        module=module,
-        name="gated_delta_update",
-        signature=f"({UPDATE_PLAIN}{more})",
-        holders=tuple(f"mlx_vlm.models.{name}" for name in holders),
-        reason=_REASON,
-        without=LOOP,
-        needed_for=(TRAINING, PACKING),
-        replacement=recurrence.update,
-        check=same_update(bounded),
-    )
-
-
-_SHARED_HOLDERS = tuple(f"{name}.language" for name in ("glm5_next", "kimi_k3", "kimi_linear", "qwen3_next"))
-_QWEN3_5_HOLDERS = ("qwen3_5.language", "qwen3_5.speculative_verifier")
-
-# Parameters that some versions have more.
-_BOUND = ", lower_bound=None"
-_STEPS = ", state_steps=None, cache=None, cache_index=1"
+from .mlx_lm import ATTENTION_MASK, UPDATE_OF_LAYERS
 
 
 def _argpartition(upstream: Function) -> Function:
@@ -92,18 +59,29 @@ def _mlp(activation: Function) -> Function:
     return __call__
 
 
-def _has_the_other_gelu(other: Function, build: Any, *shape: int) -> Check:
-    """Build a check: upstream must agree with `other`, or else have mended it."""
+def _gelu_record(
+    name: str, forward: Callable[[Function], Function], right: Function, wrong: Function, build: Any
+) -> Patch:
+    """The record of a layer with the wrong GELU: upstream must agree with that, or else have mended it."""
 
     def check(upstream: Function, ours: Function) -> str | None:
         layer = built(upstream, build)
-        x = 2 * drawn(0, *shape)
+        x = 2 * drawn(0, 4, WIDTH)
         # The two GELUs differ by about 1e-4 of their results here.
         if describe_difference([upstream(layer, x)], [ours(layer, x)], 1e-5, "ours") is None:
             return SETTLED
-        return describe_difference([upstream(layer, x)], [other(layer, x)], 1e-5, "both ways to exchange the GELUs")
+        other = forward(wrong)(layer, x)
+        return describe_difference([upstream(layer, x)], [other], 1e-5, "both ways to exchange the GELUs")
 
-    return check
+    return Patch(
+        module="mlx_vlm.models.qwen3_vl_moe.vision",
+        name=f"{name}.__call__",
+        reason="Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
+        without="Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
+        needed_for=ALWAYS,
+        replacement=lambda _: forward(right),
+        check=check,
+    )
 
 
 def _deepstack(upstream: Function) -> Function:
@@ -136,28 +114,11 @@ _DEEPSTACK: dict[str, Any] = {
     "replacement": _deepstack,
     "check": _adds_features,
 }
-_GELUS: dict[str, Any] = {
-    "module": "mlx_vlm.models.qwen3_vl_moe.vision",
-    "reason": "Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
-    "without": "Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
-    "needed_for": ALWAYS,
-}
-
 VISION = (
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl.language", name=f"Qwen3VLModel.{DEEPSTACK}"),
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl_moe.language", name=f"Qwen3VLMoEModel.{DEEPSTACK}"),
-    Patch(
-        **_GELUS,
-        name="PatchMerger.__call__",
-        replacement=lambda _: _merger(nn.gelu),
-        check=_has_the_other_gelu(_merger(nn.gelu_approx), of_config, 4, WIDTH),
-    ),
-    Patch(
-        **_GELUS,
-        name="MLP.__call__",
-        replacement=lambda _: _mlp(nn.gelu_approx),
-        check=_has_the_other_gelu(_mlp(nn.gelu), lambda cls: cls(WIDTH, WIDTH), 4, WIDTH),
-    ),
+    _gelu_record("PatchMerger", _merger, nn.gelu, nn.gelu_approx, of_config),
+    _gelu_record("MLP", _mlp, nn.gelu_approx, nn.gelu, lambda cls: cls(WIDTH, WIDTH)),
 )
 PATCHES = (
     # It stands before the blocks of experts, whose checks run such routers.
@@ -169,10 +130,8 @@ PATCHES = (
         reason="routers of mlx-vlm before 0.7.5 let gradients reach the indices of chosen experts, which MLX refuses",
         without="Mixtures of experts of mlx-vlm before 0.7.5 cannot be trained then.",
     ),
-    _update(QWEN3_5, "==0.7.0", "", _QWEN3_5_HOLDERS),
-    _update(QWEN3_5, ">=0.7.1,<=0.7.10", _STEPS, _QWEN3_5_HOLDERS),
-    _update(SHARED, "==0.7.0", _BOUND, _SHARED_HOLDERS),
-    _update(SHARED, ">=0.7.1,<=0.7.10", f"{_BOUND}{_STEPS}", _SHARED_HOLDERS),
+    Patch(**UPDATE_OF_LAYERS, module="mlx_vlm.models.qwen3_5.gated_delta"),
+    Patch(**UPDATE_OF_LAYERS, module="mlx_vlm.models.gated_delta"),
     Patch(**ATTENTION_MASK, module="mlx_vlm.models.base"),
     *VISION,
 )

@@ -85,13 +85,6 @@ def _matmul(upstream: Function) -> Function:
     return matmul
 
 
-def _operator(upstream: Function) -> Function:
-    def __matmul__(self: mx.array, other: Any) -> Any:  # noqa: N807
-        return _product(upstream, self, other, {})
-
-    return __matmul__
-
-
 def _product(upstream: Function, a: Any, b: Any, options: dict[str, Any]) -> Any:
     """a @ b, [..., M, K] x [..., K, N] or vectors, such that no dimension of `upstream`'s operands is 1."""
     if not (isinstance(a, mx.array) and isinstance(b, mx.array)) or 0 in (a.ndim, b.ndim):
@@ -218,19 +211,11 @@ def _record(name: str, replacement: Function, call: Function) -> Patch:
     return Patch("mlx.core", name, replacement, _agrees(call), reason=reason, without=_WITHOUT, needed_for=ALWAYS)
 
 
-def _gathered(function: Function, x: mx.array) -> mx.array:
-    return function(x[None], _weight(2, 3, 4), rhs_indices=mx.array([1]))[0]
-
-
 def _attended(function: Function, x: mx.array) -> mx.array:
     q = mx.stack([x, x + 1])[None]
     k = _weight(1, 1, 4, 3)
     v = _weight(1, 1, 4, 3) + 1
     return function(q, k, v, scale=0.5).swapaxes(1, 2).reshape(len(x), -1)
-
-
-def _segmented(function: Function, x: mx.array) -> mx.array:
-    return function(x, _weight(3, 4), mx.array([[0, 3]], mx.uint32))[0]
 
 
 def _slid(*extent: int) -> Function:
@@ -242,12 +227,12 @@ def _slid(*extent: int) -> Function:
 
 PATCHES = (
     _record("matmul", _matmul, lambda f, x: f(x, _weight(3, 4))),
-    _record("array.__matmul__", _operator, lambda f, x: f(x, _weight(3, 4))),
-    _record("array.__imatmul__", _operator, lambda f, x: f(x + 0, _weight(3, 3))),
+    _record("array.__matmul__", _matmul, lambda f, x: f(x, _weight(3, 4))),
+    _record("array.__imatmul__", _matmul, lambda f, x: f(x + 0, _weight(3, 3))),
     _record("addmm", _addmm, lambda f, x: f(_weight(4), x, _weight(3, 4), 0.5, 2.0)),
     _record("inner", _inner, lambda f, x: f(x, _weight(4, 3))),
-    _record("gather_mm", _gather_mm, _gathered),
-    _record("segmented_mm", _segmented_mm, _segmented),
+    _record("gather_mm", _gather_mm, lambda f, x: f(x[None], _weight(2, 3, 4), rhs_indices=mx.array([1]))[0]),
+    _record("segmented_mm", _segmented_mm, lambda f, x: f(x, _weight(3, 4), mx.array([[0, 3]], mx.uint32))[0]),
     # In training, deltatune's attention serves in its place, as on other machines (whole_rows.py).
     _record("fast.scaled_dot_product_attention", lambda upstream: attending(_attention(upstream)), _attended),
     _record("conv1d", _convolution, _slid(1)),

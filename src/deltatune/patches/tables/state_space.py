@@ -18,9 +18,10 @@ from ...ops.linear_attention.choice import OPERATOR
 from ...ops.operator import candidates
 from ...ops.segments import last_segments
 from ...ops.tracing import trace
-from .. import callers, recurrence
+from .. import recurrence
 from ..patch_record import PACKING, TRAINING, Function, Patch
 from ..small_cases import BOUND, describe_difference, drawn, results
+from ..whole_rows import of_a_row
 
 WITHOUT = (
     "These layers then train with upstream's code, which is right, but needs several times as much memory, "
@@ -82,7 +83,7 @@ def _ssm_update(upstream: Function) -> Function:
 
 def _implementation(*arrays: mx.array) -> str:
     """Name the implementation of a call with these q, k, v and log_g."""
-    q, k, v, log_g = callers.of_a_row(arrays)
+    q, k, v, log_g = of_a_row(arrays)
     return candidates.choose(OPERATOR, Call(q, k, v, log_g, masked=False, segmented=False, beta_dtype=None))[0]
 
 
@@ -140,35 +141,22 @@ def _same_loop(upstream: Function, ours: Function) -> str | None:
     return describe_difference(outputs, expected, BOUND, "deltatune's")
 
 
-def _update(package: str, *holders: str) -> Patch:
-    return Patch(
-        module=f"{package}.models.ssm",
-        name="ssm_update",
-        replacement=_ssm_update,
-        check=_same_update,
-        reason="a training forward holds a matrix of 256 tokens for each head, and documents cannot restart in it",
-        without=WITHOUT,
-        holders=tuple(f"{package}.models.{name}" for name in holders),
-        needed_for=(TRAINING, PACKING),
-    )
-
-
-def _loop(module: str) -> Patch:
-    return Patch(
-        module=f"mlx_lm.models.{module}",
-        name="recurrent_gla",
-        replacement=_recurrent_gla,
-        check=_same_loop,
-        reason="a training forward runs a loop over tokens, with a gate rounded to the dtype of q",
-        without=WITHOUT,
-        needed_for=(TRAINING, PACKING),
-    )
-
-
-_MODELS = ("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+_RECORD: dict[str, Any] = {"without": WITHOUT, "needed_for": (TRAINING, PACKING)}
+_UPDATE: dict[str, Any] = _RECORD | {
+    "name": "ssm_update",
+    "replacement": _ssm_update,
+    "check": _same_update,
+    "reason": "a training forward holds a matrix of 256 tokens for each head, and documents cannot restart in it",
+}
+_LOOP: dict[str, Any] = _RECORD | {
+    "name": "recurrent_gla",
+    "replacement": _recurrent_gla,
+    "check": _same_loop,
+    "reason": "a training forward runs a loop over tokens, with a gate rounded to the dtype of q",
+}
 PATCHES = (
-    _update("mlx_lm", *_MODELS, "plamo2"),
-    _update("mlx_vlm", *(f"{name}.language" for name in (*_MODELS, "plamo2vl")), "nemotron_h.speculative_verifier"),
-    _loop("bailing_moe_linear"),
-    _loop("bailing_hybrid"),
+    Patch(**_UPDATE, module="mlx_lm.models.ssm"),
+    Patch(**_UPDATE, module="mlx_vlm.models.ssm"),
+    Patch(**_LOOP, module="mlx_lm.models.bailing_moe_linear"),
+    Patch(**_LOOP, module="mlx_lm.models.bailing_hybrid"),
 )

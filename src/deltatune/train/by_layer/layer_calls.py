@@ -70,12 +70,8 @@ class LayerCall:
 class Recorder:
     """Serves layers by recording how they are called; each returns the hidden states that it is given.
 
-    Attributes:
-        calls: The calls so far.
-        arrays: The arrays beside the hidden states, each once.
-        entered: The hidden states that each layer got.
-        changed: The positions of layers that were given something else than the layer before had returned.
-        last: The output of the layer called last.
+    `arrays` holds each array beside the hidden states once, and `entered` the hidden states that each layer got;
+    `changed` are the positions of layers that got something else than the layer before had returned.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
@@ -83,11 +79,6 @@ class Recorder:
     entered: list[mx.array] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     last: mx.array | None = None
-
-    @property
-    def hidden(self) -> mx.array:
-        """The hidden states that the first layer got."""
-        return self.entered[0]
 
     @property
     def floats(self) -> list[mx.array]:
@@ -143,7 +134,6 @@ class LayerCalls:
 
     def __init__(self, layers: Sequence[nn.Module], otherwise: Serve):
         self._layers = list(layers)
-        self._otherwise = otherwise
         self._index = {id(layer): index for index, layer in enumerate(self._layers)}
         self._serve: Serve = otherwise
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import UserError, first_line
 from ...machine import backend
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...ops.kernels.pinned_copies import PinnedRoom
 
 # The folder of rank 0 is `layer_inputs_0` in the run's own, and is there while the run goes on.

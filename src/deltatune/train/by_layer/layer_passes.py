@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,11 +48,6 @@ def with_pictures(batch: Arrays, pictures: Sequence[mx.array]) -> Arrays:
     assert batch.images is not None
     images = {name: value for name, value in batch.images.items() if name != "tower"}
     return batch._replace(images=images | {"features": pictures[0], "deep": list(pictures[1:])})
-
-
-def _pictures_of(batch: Arrays) -> list[mx.array]:
-    images = batch.images or {}
-    return [images["features"], *images["deep"]] if "features" in images else []
 
 
 class AroundLayers:
@@ -97,7 +92,8 @@ class AroundLayers:
 
     def _differentiated(self, batch: Arrays) -> list[mx.array]:
         """Return the tower's features of the batch's pictures, if it trains."""
-        return _pictures_of(batch) if self._passes.in_tower else []
+        images = batch.images or {}
+        return [images["features"], *images["deep"]] if self._passes.in_tower and "features" in images else []
 
     def _tower(self, batch: Arrays, key: mx.array) -> tuple[list[mx.array], mx.array]:
         """Return the tower's features of the pictures of a batch, and the next key."""
@@ -120,7 +116,7 @@ class AroundLayers:
     def _before(self, batch: Arrays, key: mx.array) -> tuple[mx.array, mx.array, list[mx.array]]:
         """Return the hidden states before the layers, the next key, and the layers' other inputs."""
         self.recorded, key = self._passes.recorded(batch, key)
-        return self.recorded.hidden, key, self.recorded.arrays
+        return self.recorded.entered[0], key, self.recorded.arrays
 
     def _before_again(self, batch: Arrays, key: mx.array, dx: mx.array) -> tuple[list[mx.array], list[mx.array]]:
         """Return the gradients of the trained parameters outside the layers, and of the tower's features."""
@@ -128,7 +124,7 @@ class AroundLayers:
 
         def hidden(*differentiated: mx.array) -> list[mx.array]:
             with holding(self._passes.outer.values(), differentiated[: len(outer)]):
-                return [self._passes.recorded(with_pictures(batch, differentiated[len(outer) :]), key)[0].hidden]
+                return [self._passes.recorded(with_pictures(batch, differentiated[len(outer) :]), key)[0].entered[0]]
 
         gradients = mx.vjp(hidden, [*outer, *self._differentiated(batch)], [dx])[1]
         return gradients[: len(outer)], gradients[len(outer) :]
@@ -155,24 +151,17 @@ class AroundLayers:
         return total, weight, figures, gradients["x"], gradients.get("sides", []), gradients.get("outer", [])
 
 
-class Watch(Protocol):
-    """Is shown the output of a layer, and going backward the gradient that reaches it, as they are computed."""
-
-    def __call__(self, index: int, array: mx.array, *, backward: bool) -> None:
-        """Look at an array of the layer at a position."""
+# Is shown the output of the layer at a position, and going backward the gradient that reaches it, as
+# watch(index, array, backward=...).
+Watch = Callable[..., None]
 
 
 class LayerPasses:
     """Computes losses and gradients of a model by layers; setup.training() has set it up with all layers checkpointed.
 
-    Args:
-        weights: The store of the layers' weights, which keeps the layer inputs for the backward pass as well.
-        compute: Computes the arrays of a pass before the next one begins; a plan only notes them.
-        between: Is called before each layer of a pass, and may leave the pass by an error.
-
-    Attributes:
-        outer: The places of the trained parameters outside the layers and the vision tower, by path.
-        in_tower: The places of the trained parameters in the vision tower, by path.
+    `weights` keeps the layer inputs for the backward pass as well. `compute` computes the arrays of a pass before the
+    next one begins; a plan only notes them. `between` is called before each layer, and may leave the pass by an error.
+    The trained parameters outside the layers are `in_tower`, those of the vision tower, and `outer`, by path.
     """
 
     def __init__(

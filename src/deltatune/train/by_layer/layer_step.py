@@ -1,4 +1,4 @@
-"""Sets up a run with frozen layers that may stay on the disk, and makes its training step."""
+"""Sets up a run with layers that may stay on the disk, its own frozen ones or a teacher's, and makes its step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...data.batches.packing import row_capacity
+from ...data import Batch
+from ...data.batches.batch import RolloutBatch, row_capacity
 from ...machine import backend
 from ...models.document_isolation import check_packing
+from ...models.head import split_head
+from ...ops.segments import segments
 from ...options.config import TrainConfig
+from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays
 from ..compiled import Compiled
 from ..setup import Training, with_loss
@@ -84,3 +88,25 @@ def by_layers(
             yield dataclasses.replace(trained, passes=passes)
     finally:
         mx.set_memory_limit(before)
+
+
+@contextmanager
+def streamed_teacher(trained: Training, weights: Store | None) -> Iterator[Training]:
+    """Within the context, batches get the hidden states of the teacher; with `weights` None, the step computes them."""
+    if weights is None:
+        yield trained
+        return
+    assert trained.teacher is not None
+    backbone = split_head(trained.teacher, compare=False).backbone
+    assert backbone is not None
+    calls = weights.calls()
+
+    def taught(batch: Batch) -> Batch:
+        packed = None if batch.segments is None else mx.array(batch.segments)
+        with calls.watched(), segments(packed), whole_rows():
+            hidden = backbone(mx.array(batch.inputs))
+            mx.eval(hidden)
+        beside = batch.rollouts or RolloutBatch()
+        return dataclasses.replace(batch, rollouts=dataclasses.replace(beside, teacher=hidden))
+
+    yield dataclasses.replace(trained, taught=taught)

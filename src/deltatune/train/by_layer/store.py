@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ...errors import UserError, first_line
 from ...machine import backend, host_memory
-from ...machine.page_cache import PageCache
+from ...machine.disk import PageCache
 from ...models.checkpoint_files import weight_files
 from ...models.layer_caches import kept_by_recurrence
 from ...models.load import load_model, load_vision_tower
@@ -86,12 +86,8 @@ class Store(ResidentLayers):
     A layer's other arrays, such as adapters, stay in memory, and so do all arrays outside the layers. The model's own
     arrays in the place of weights on the disk are lazy, and are never computed. Make it of the model as it was loaded,
     before adapters are added, call find() after that, and place() once it is known which layers stay on the disk.
-
-    Attributes:
-        path: The folder of the checkpoint.
-        names: The name of each array of the files by its path in the prepared model, once find() was called.
-        disk: The time spent waiting for reads.
-        on_host: The bytes in the host's memory, which MLX counts as its own.
+    `names` has the files' names of arrays by their paths in the prepared model; MLX counts the bytes `on_host` as its
+    own.
     """
 
     def __init__(self, path: Path, model: nn.Module, *, trust_remote_code: bool = False):

@@ -16,7 +16,7 @@ from ...data import Batch, BatchOrder
 from ...data.example import Example
 from ...errors import NoResultError
 from ...layers import gated_delta_layers
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...ops.functional import modes_kept
 from ...ops.random_state import drawing_from
 from ...ops.recomputation import Checkpoints

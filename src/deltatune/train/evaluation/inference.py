@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from ...data.chats.answer_ends import ending_answers
+from ...data.chats.answers import ending_answers
 from ...data.prompts import Question, prompt_tokens
-from ...data.vision.media import media_reader
-from ...data.vision.prompt import PromptPictures
+from ...data.vision.media import PromptPictures, media_reader
 from ...errors import UserError
 from ...models.batch_decoder import ROWS, answer_all
-from ...models.drafts import stream_drafted
-from ...models.generate import Sampling, stream, stream_with_pictures
+from ...models.generate import Sampling, stream, stream_drafted, stream_with_pictures
 from ...models.load import Loaded
 from ...models.vocabulary import check_prompt
 from ..by_layer.store import Store

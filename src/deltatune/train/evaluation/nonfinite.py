@@ -6,7 +6,7 @@ It is called when such a number was met.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,14 +93,19 @@ def watched(layers: Sequence[LayerInfo]) -> list[Watched]:
 def first_output(layers: Sequence[Watched], forward: Callable[[], object]) -> FirstOutput:
     """Look at the outputs of `layers` while `forward` runs, which must not be differentiated or compiled."""
     first = FirstOutput()
+    with _shown(layers, first.see), suppress(NotFiniteError):
+        forward()
+    return first
+
+
+def _shown(layers: Sequence[Watched], look: Callable[[str, Any], Any]) -> AbstractContextManager[None]:
+    """Within the context, `look` gets each leaf of the outputs of `layers`, by name, and returns what stands for it."""
     names = {id(module): name for name, module in layers}
 
     def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return tree_map(partial(first.see, names[id(layer)]), call(*arguments, **options))
+        return tree_map(partial(look, names[id(layer)]), call(*arguments, **options))
 
-    with calls_through([module for _, module in layers], around), suppress(NotFiniteError):
-        forward()
-    return first
+    return calls_through([module for _, module in layers], around)
 
 
 @contextmanager
@@ -125,11 +130,6 @@ def explained(
             if first.name is not None:
                 break
         raise NoResultError(f"the model's probabilities are not finite: {first}. {first.remedy}") from error
-
-
-def trained_is_finite(model: nn.Module) -> bool:
-    """Whether all trained parameters are finite and so worth saving."""
-    return all(is_finite(leaf) for _, leaf in leaves(model.trainable_parameters()))
 
 
 def _name_without_adapter(model: nn.Module, name: str) -> str:
@@ -198,10 +198,6 @@ def _watching(
     layers: list[Watched], seen: list[tuple[str, mx.array, mx.Dtype]], arrived: list[tuple[str, mx.array]]
 ) -> Iterator[None]:
     """Collect inside the `with` block whether outputs (`seen`) and their gradients (`arrived`) are finite, in order."""
-    names = {id(module): name for name, module in layers}
-
-    def around(layer: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return tree_map(partial(watch, names[id(layer)]), call(*arguments, **options))
 
     def watch(name: str, leaf: Any) -> Any:
         if not (isinstance(leaf, mx.array) and is_floating(leaf)):
@@ -216,5 +212,5 @@ def _watching(
 
         return tap(leaf)
 
-    with calls_through([module for _, module in layers], around):
+    with _shown(layers, watch):
         yield

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...data import BatchOrder, Splits
 from ...data.preferences.preference import Preference
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..batch_loss import arrays, loss_of
 from ..compiled import Compiled
@@ -44,7 +44,7 @@ def fill(
 ) -> Callable[[], None]:
     """Set the reference of every preference, from the file of an earlier start of this run, or by computing it.
 
-    `facts` are the digests on which the model's function depends (content.facts). Returned is a function that writes
+    `facts` are the digests on which the model's function depends (state.digests). Returned is a function that writes
     the file, for rank 0 to call once the run's folder is its own. Nothing is done for an objective without a reference.
     """
     if trained.objective is None or not trained.objective.needs_reference or trained.token_losses is None:

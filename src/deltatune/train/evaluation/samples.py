@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.chats.rendering import Renderer
-from ...data.prompt_rows import messages_to_answer, tokens_to_answer
-from ...data.prompts import Question, prompt_tokens, text_tokens
+from ...data.prompts import PromptWriter, Question, messages_to_answer, prompt_tokens, text_tokens
 from ...data.rows.row_formats import (
     Conversation,
     Features,
@@ -61,6 +60,7 @@ class Samples:
                 "sample_prompts: a model with a vision tower is asked through its processor; give the Trainer "
                 "processor=loaded.processor."
             )
+        self.notes: list[str] = []
         self.prompts = [prompt for number in range(len(config.sample_prompts)) for prompt in self._entry(number)]
         for number, prompt in enumerate(self.prompts, 1):
             source = f"sample_prompts: prompt {number}"
@@ -76,8 +76,7 @@ class Samples:
     def are_due(self, progress: Progress, *, last: bool) -> bool:
         """Return whether the prompts are to be answered now; `last` says that the run ends here."""
         at = progress.iteration
-        every = self._config.steps_per_sample or self._config.steps_per_eval
-        return bool(self.prompts) and progress.sampled != at and (last or at % every == 0)
+        return bool(self.prompts) and progress.sampled != at and (last or at % self._config.steps_per_eval == 0)
 
     def answers(self, ended: Callable[[], bool]) -> list[dict[str, str]] | None:
         """Answer every prompt; None if `ended`, which is called after each token, ended it by True.
@@ -108,63 +107,61 @@ class Samples:
 
     def _entry(self, number: int) -> list[Prompt]:
         entry = self._config.sample_prompts[number]
+        options = self._config.chat_template_config
         if entry.endswith(".jsonl"):
             path = expanded(entry)
-            rows = [self._row(row, source, path.parent) for source, row in jsonl(path).rows()]
+            writer = PromptWriter(self._tokenizer, options)
+            rows = [self._row(row, source, path.parent, writer) for source, row in jsonl(path).rows()]
             if not rows:
                 raise UserError(f"{entry}: no row in it; expected a prompt in each row.")
+            self.notes += writer.notes(entry)
             return rows
         if self._plain:
             return [Prompt(text_tokens(self._tokenizer, entry), text=entry)]
-        options = self._config.chat_template_config
         refused = f"{_REMEDY}: {entry!r}"
         tokens = prompt_tokens(self._tokenizer, Question(entry), template_options=options, refused=refused)
         return [Prompt(tokens, text=entry)]
 
-    def _row(self, row: Any, source: str, folder: Path) -> Prompt:
+    def _row(self, row: Any, source: str, folder: Path, writer: PromptWriter) -> Prompt:
         """Return the prompt of a row: its messages before the last answer, and that answer as the expected one.
 
         Its pictures are files below the folder.
         """
-        named = {name: getattr(self._config, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
-        features = Features(**{name: key for name, key in named.items() if key is not None})
+        features = Features.of(vars(self._config))
         parts = messages_to_answer(row, source, features)
         if parts is None:
             text = RowFormats(features).text(row, source).text
             return Prompt(text_tokens(self._tokenizer, text), text=text)
         asked = len(parts[0])
         messages = [*parts[0], *parts[1][:1]]
-        options = {**(self._config.chat_template_config or {}), **template_options_of(row, source)}
-        options["tools"] = tools_of(row, source)
+        pictures = None
+        values: list[Any] = []
         if not (kind := media_kind(row, messages)):
-            return self._conversation(join_text_parts(messages, source), asked, options, source)
-        if self._inference.loaded.processor is None:
+            shown = messages = join_text_parts(messages, source)
+        elif self._inference.loaded.processor is None:
             raise UserError(
                 f"{source}: {kind}s in a prompt, and none in the training data, so the model has no vision tower here; "
                 "leave them out."
             )
-        messages, values = place_media(messages, row, source)
-        pictures = self._inference.pictures(values, source, folder, vars(self._config))
-        prompt = self._conversation(write_videos(messages, pictures.video_texts), asked, options, source)
-        return prompt._replace(
-            tokens=pictures.placed(prompt.tokens, source),
-            pictures=pictures,
-            text=written(messages[:asked]),
+        else:
+            shown, placed = place_media(messages, row, source)
+            values = [value for _, value in placed]
+            pictures = self._inference.pictures(values, source, folder, vars(self._config))
+            messages = write_videos(shown, pictures.video_texts)
+        tokens = writer.tokens(messages[:asked], row, source)
+        return Prompt(
+            tokens if pictures is None else pictures.placed(tokens, source),
+            pictures,
+            text=written(shown[:asked]),
+            expected=self._expected(messages, row, source) if messages[asked:] else None,
             thumbnails=[thumbnail(value, folder, source) for value in values if not isinstance(value, Video)],
         )
 
-    def _conversation(self, messages: Messages, asked: int, options: dict[str, Any], source: str) -> Prompt:
-        """Return the prompt of the first messages, `asked` of them, and the answer that may stand behind them."""
-        tokens = tokens_to_answer(self._tokenizer, messages[:asked], options, source)
-        expected = self._expected(messages, options, source) if messages[asked:] else None
-        return Prompt(tokens, text=written(messages[:asked]), expected=expected)
-
-    def _expected(self, messages: Messages, options: dict[str, Any], source: str) -> str:
+    def _expected(self, messages: Messages, row: Any, source: str) -> str:
         """Return the last message as the chat template writes it behind its prompt, without the end of a turn."""
-        variables = {name: value for name, value in options.items() if name != "tools"}
-        last = len(messages) - 1
-        conversation = Conversation(messages, options["tools"], [last], False, source, variables)
-        row = Renderer(self._tokenizer).rows(conversation)[-1]
+        options = template_options_of(row, source)
+        conversation = Conversation(messages, tools_of(row, source), [len(messages) - 1], False, source, options)
+        row = Renderer(self._tokenizer, self._config.chat_template_config).rows(conversation)[-1]
         ((start, *_), end) = row.turns[-1]
         text = row.text[start:end].rstrip()
         tokenizer = self._inference.tokenizer

@@ -1,4 +1,4 @@
-"""The preference losses, by name: their inputs, results and options, and their figures by TRL's names."""
+"""The preference losses, by name: their inputs, results and options, their figures, and the loss of a training step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UserError
+from ...layers import logits_of
+from ...models.vision.split import VisionArrays
+from ...ops.cross_entropy import linear_token_losses
 from ...options.config import TrainConfig
 
 # The arrays of data.preferences.PreferenceBatch that a step reads, by name.
@@ -20,15 +23,10 @@ PreferenceArrays = dict[str, mx.array]
 class Answers(NamedTuple):
     """The answers of P preferences, some of which may be blank.
 
-    Attributes:
-        policy: [P, 2], the log-probabilities of both answers under the model.
-        reference: [P, 2], the same under the reference model.
-        tokens: [P, 2], how many tokens each answer has; 1 for a blank one.
-        chosen_nll: The mean over the tokens of all chosen answers of -log p, a scalar.
-        chosen_nll_with_prompt: The same mean over the tokens of prompts and chosen answers.
-        desirable: [P], 1 where the first answer is good, else 0.
-        present: [P], 1 for a preference and 0 for a blank one.
-        number: The number of preferences, a scalar.
+    `policy` and `reference` [P, 2] are the log-probabilities of both answers under the model and the reference model,
+    and `tokens` [P, 2] the lengths of the answers, 1 for a blank one. `chosen_nll` and `chosen_nll_with_prompt` are
+    means of -log p over all tokens of chosen answers, and of these with their prompts. `desirable` and `present` [P]
+    are 1 where the first answer is good, and where the preference is not blank, of which there are `number`.
     """
 
     policy: mx.array
@@ -42,14 +40,10 @@ class Answers(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The results of a preference loss.
+    """The results of a preference loss: the losses [P], and the implicit rewards of good and bad answers [P, 2].
 
-    Attributes:
-        losses: [P], the loss of each preference.
-        rewards: [P, 2], the implicit rewards of good and bad answers.
-        log_probabilities: [P, 2], the log-probabilities of the same answers.
-        counted: [P, 2], 1 where that reward belongs to a good answer (first column) or a bad one (second).
-        more: Further scalars to report, in the order of the names in Objective.more.
+    `counted` [P, 2] is 1 where that reward belongs to a good answer (first column) or a bad one (second); `more` are
+    further scalars to report, in the order of the names in Objective.more.
     """
 
     losses: mx.array
@@ -269,3 +263,78 @@ def line(record: Mapping[str, float], prefix: str = "") -> str:
     names |= {"mtp loss": "mtp_loss", "accepted": "mtp_accepted"}
     shown = {word: f"{prefix}{name}" for word, name in names.items()}
     return "".join(f", {word} {record[name]:.3f}" for word, name in shown.items() if name in record)
+
+
+# (inputs [B, T], targets [B, T], and a vision model's images) -> the cross-entropy of every target, [B, T] in fp32.
+TokenLosses = Callable[..., mx.array]
+
+
+def chunked_token_losses(
+    backbone: Callable[..., mx.array], head: nn.Module | Callable[[mx.array], mx.array]
+) -> TokenLosses:
+    """Return the tokens' losses of a model in two parts; the logits of all tokens are never held at once.
+
+    `backbone` maps inputs [B, T] (and images) to hidden states [B, T, D], and `head` those to logits.
+    """
+
+    def losses(inputs: mx.array, targets: mx.array, *images: VisionArrays) -> mx.array:
+        hidden = backbone(inputs, *images)
+        if not images or "counted" not in images[0]:
+            return linear_token_losses(head, hidden, targets)
+        at = images[0]["counted"]
+        counted_losses = linear_token_losses(head, hidden.reshape(-1, hidden.shape[-1])[at], targets.reshape(-1)[at])
+        return mx.put_along_axis(mx.zeros(targets.size), at, counted_losses, axis=0).reshape(targets.shape)
+
+    return losses
+
+
+def full_token_losses(model: nn.Module) -> TokenLosses:
+    """Return the tokens' losses of a model with a head that cannot be split off, from all of its logits at once."""
+
+    def losses(inputs: mx.array, targets: mx.array) -> mx.array:
+        return nn.losses.cross_entropy(logits_of(model, inputs).astype(mx.float32), targets)
+
+    return losses
+
+
+def preference_loss(
+    token_losses: TokenLosses, objective: Objective, config: TrainConfig
+) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    """Make a loss function for the training step.
+
+    It takes inputs, targets, weights, a vision model's images, and at the end the arrays of the batch's preferences. It
+    returns the sum of the preferences' losses, their number, and [2, figures]: the sums of the figures in
+    objective.figures, and of how many answers each is the sum.
+    """
+
+    def loss(
+        inputs: mx.array, targets: mx.array, weights: mx.array, *more: PreferenceArrays
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        *images, preferences = more
+        losses = token_losses(inputs, targets, *images)
+        answers = answers_of(losses, weights, preferences)
+        scored = objective.score(answers, config)
+        present = answers.present
+        # A blank preference counts nothing, and an infinite loss of one must not become NaN.
+        total = mx.where(present > 0, scored.losses, 0.0).sum()
+        # mlx.compile fails if an output is computed twice, so the count is computed in one place.
+        return total, answers.number, mx.stop_gradient(_figures(scored, present))
+
+    return loss
+
+
+def _figures(scored: Scored, present: mx.array) -> mx.array:
+    """Return sums and counts of the reported figures, [2, figures]."""
+    counted = scored.counted * present[:, None]
+    both = counted[:, 0] * counted[:, 1]
+    chosen, rejected = counted[:, 0], counted[:, 1]
+    right = (scored.rewards[:, 0] > scored.rewards[:, 1]).astype(mx.float32)
+    values = (
+        (scored.rewards[:, 0], chosen),
+        (scored.rewards[:, 1], rejected),
+        (right, both),
+        (scored.log_probabilities[:, 0], chosen),
+        (scored.log_probabilities[:, 1], rejected),
+        *((figure, present) for figure in scored.more),
+    )
+    return mx.stack([mx.stack([(value * weight).sum(), weight.sum()]) for value, weight in values], axis=1)

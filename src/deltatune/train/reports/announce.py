@@ -19,14 +19,13 @@ from ...machine import backend
 from ...ops import operators
 from ...ops.operator.rankings import Rankings
 from ...options.config import TrainConfig
-from ...patches.verify import Serving
+from ...patches.patch_report import Serving
 from ..distributed import World
 from ..progress import Progress
 from ..saved.state import exists, state_path
 from ..setup import Training
 from ..tree import leaves
-from ..updates.optimizer import build_optimizer
-from ..updates.parameter_groups import undecayed, weight_decay
+from ..updates.optimizer import build_optimizer, undecayed, weight_decay
 from .report import ReportTable
 from .screen import Fact
 
@@ -168,9 +167,7 @@ def _weight_decay(model: nn.Module, config: TrainConfig) -> list[Fact]:
     if not decay or not left_out:
         return []
     those = f"{len(left_out):,} norms, biases and A_log"
-    if config.decay_norm_and_bias:
-        return [Fact("weight decay", f"{decay:g}, of {those} too (decay_norm_and_bias)")]
-    return [Fact("weight decay", f"{decay:g}, but of {those} none (decay_norm_and_bias lets it take them)")]
+    return [Fact("weight decay", f"{decay:g}, but of {those} none")]
 
 
 def implementations(chosen: Rankings) -> list[str]:

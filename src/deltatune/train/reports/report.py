@@ -1,7 +1,7 @@
 """Writes a run's report as one HTML page, which loads nothing from elsewhere and in which all text is escaped.
 
 While the run goes on, the page reloads itself. Its curves are drawn in the browser (report.js) from points that stand
-in the page.
+in the page. Past runs are found by their files, and several of them share one page.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ import base64
 import dataclasses
 import datetime
 import hashlib
+import html
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
+from ...errors import UserError
 from ...machine import backend, packages
+from ...machine.atomic_files import write
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
-from .columns import gigabytes
 from .log import REWARD, SAMPLES, Record, is_right, tally
+from .screen import gigabytes
 
 
 def _both(key: str) -> dict[str, str]:
@@ -100,6 +105,8 @@ _LARGEST = 1e100
 # How many rewarded answers a report shows.
 _REWARDED = 30
 _RELOAD_SECONDS = 5
+# Reading them takes longer than to write a report.
+_installed = cache(packages.versions)
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,7 @@ def write_report(
         what = f"damaged lines in {metrics.name}: {damaged}" if damaged else f"{metrics.name} is missing"
         problems = [f"{what}; the curves show the records that are left: {len(records)}."]
     now = datetime.datetime.now().astimezone()
-    facts = packages.versions() | environment()
+    facts = _installed() | environment()
     run = {"date": f"{now:%Y-%m-%d %H:%M %Z}", **description.about}
     done_part = {"part_done": result["iterations"] / max(config.iters, 1)} if description.running else {}
     text = render(
@@ -323,6 +330,12 @@ def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> st
     type next; `tables`, of which folded ones come below the curves; `options` as YAML; when it was `written`; and
     `part_done` of the iterations of a run that goes on, with which the page reloads itself.
     """
+    return _page().render(title=title, plots=plots(runs), **parts)
+
+
+@cache
+def _page() -> jinja2.Template:
+    """Return the template of the page. To compile it takes longer than to write a report."""
     folder = Path(__file__).parent
     style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     # The page runs this script and no other, and loads nothing.
@@ -330,9 +343,8 @@ def render(title: str, runs: Mapping[str, Sequence[Record]], **parts: Any) -> st
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, loader=jinja2.FileSystemLoader(folder))
     pages.filters["cell"] = shown
-    page = pages.get_template("report.html")
-    fixed = {"style": style, "script": script, "policy": policy, "reload": _RELOAD_SECONDS}
-    return page.render(title=title, plots=plots(runs), **fixed, **parts)
+    pages.globals |= {"style": style, "script": script, "policy": policy, "reload": _RELOAD_SECONDS}
+    return pages.get_template("report.html")
 
 
 def shown(value: Any) -> str:
@@ -342,3 +354,74 @@ def shown(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
     return value.text if isinstance(value, Pictured) else str(value)
+
+
+COLUMNS = ("folder", "date", "model", "data", "rate", "iterations", "best loss")
+# A report holds the options of its run in this element (report.html).
+_OPTIONS = re.compile(r"<pre id=options>(.*?)</pre>", re.DOTALL)
+_METRICS = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl")
+# The options on which the learning rate depends.
+_OF_RATE = ("learning_rate", "fine_tune_type", "from_scratch", "loss")
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run, as its files show it: options that differ from their defaults are none where its report is missing."""
+
+    folder: Path
+    records: Sequence[Record]
+    options: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> PastRun:
+        """Read the files of the run in a folder."""
+        report = folder / "report.html"
+        written = _OPTIONS.search(report.read_text(encoding="utf-8", errors="replace")) if report.is_file() else None
+        options = yaml.safe_load(html.unescape(written[1])) if written else {}
+        return cls(folder, read_metrics(folder / "metrics.jsonl")[0], options)
+
+    def row(self) -> tuple[Any, ...]:
+        """Return the cells of COLUMNS: the loss is the lowest one of validation, or the last one of training."""
+        training = self._losses("train_loss")
+        best = min(self._losses("val_loss"), default=training[-1] if training else None)
+        date = datetime.datetime.fromtimestamp((self.folder / "metrics.jsonl").stat().st_mtime)
+        done = max((record["iteration"] for record in self.records), default=0)
+        data = self.options.get("data") or self.options.get("hf_dataset")
+        named = {name: self.options[name] for name in _OF_RATE if name in self.options}
+        rate = TrainConfig(**named).learning_rate if self.options else None
+        return self.folder, f"{date:%Y-%m-%d %H:%M}", self.options.get("model"), data, rate, done, best
+
+    def _losses(self, name: str) -> list[float]:
+        return [record[name] for record in self.records if record.get(name) is not None]
+
+
+def find(folders: Sequence[str]) -> list[PastRun]:
+    """Return the runs in folders and two floors below them, the oldest first; a folder without any is a UserError."""
+    parents: dict[Path, None] = {}
+    for folder in folders:
+        files = [file for pattern in _METRICS for file in Path(folder).glob(pattern)]
+        if not files:
+            raise UserError(
+                f"{folder}: no run is there: expected a folder with metrics.jsonl, as --adapter-path has it."
+            )
+        parents |= dict.fromkeys(file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime))
+    return [PastRun.read(folder) for folder in parents]
+
+
+def write_comparison(path: Path, runs: Sequence[PastRun]) -> None:
+    """Write a report with the curves of several runs, and the options in which they differ."""
+    last = [run.folder.name for run in runs]
+    names = [name if last.count(name) == 1 else str(run.folder) for name, run in zip(last, runs, strict=True)]
+    options = {name: None for run in runs for name in run.options}
+    values = {name: [str(run.options.get(name, "–")) for run in runs] for name in options}
+    rows = [(name, *cells) for name, cells in values.items() if len(set(cells)) > 1]
+    page = render(
+        f"{len(runs):,} runs",
+        {name: run.records for name, run in zip(names, runs, strict=True)},
+        subtitle="Lines are the loss of training, dots that of validation.",
+        tables=[
+            ReportTable("Runs", COLUMNS, [run.row() for run in runs]),
+            ReportTable("Options in which they differ", ("option", *names), rows),
+        ],
+    )
+    write(path, page.encode())

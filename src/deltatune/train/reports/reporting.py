@@ -18,9 +18,8 @@ from ..preferences.objectives import means
 from ..progress import Progress, Result
 from ..saved.outputs import Outputs
 from . import log
-from .columns import duration
 from .report import ReportTable, RunDescription, write_report
-from .screen import Screen
+from .screen import Screen, duration
 
 # The time that is left is estimated from so many iterations.
 _RECENT = 50
@@ -32,11 +31,7 @@ class Reporting:
     """Tells of a run; only rank 0, the main one, writes files and sends to services.
 
     `on_host` are the bytes that MLX counts as its own, but are outside the device's memory; `thumbnails` the images of
-    each sample prompt as data URIs.
-
-    Attributes:
-        about: The description of the run in its report, by name; empty before open().
-        metrics: The run's metrics.jsonl, on rank 0 while it is open.
+    each sample prompt as data URIs. `about`, the description of the run in its report by name, is empty before open().
     """
 
     def __init__(

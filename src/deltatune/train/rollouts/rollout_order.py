@@ -14,21 +14,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate
+from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate, pack
 from ...data.batches.order import BatchOrder
-from ...data.batches.packing import pack
 from ...data.example import Example
-from ...data.prompt_rows import PromptExample
-from ...machine.numpy_arrays import as_numpy
+from ...data.prompts import PromptExample
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
 from ..distributed import World
 from ..evaluation.samples import written
-from ..policy_gradient.policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
+from ..policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
 from ..tree import iteration_key
-from .advantages import group_advantages, leave_one_out, total_rewards
 from .answer_sampler import SampledAnswers
-from .rewarded_sampler import RewardedSampler
-from .rollout_figures import figures, names_of
+from .rewarded_sampler import RewardedSampler, figures, group_advantages, leave_one_out, names_of, total_rewards
 
 # An advantage below this is rounding alone.
 _LEAST_ADVANTAGE = 1e-6

@@ -1,20 +1,28 @@
-"""Makes the batches of a run that samples answers, from the parts of the run."""
+"""Makes the batches of a run that samples answers, from the parts of the run.
+
+In distillation, the model answers the prompts of some updates itself (on-policy): a draw by the seed and the number of
+the update decides. Answers of an update are sampled together, by its random key and the weights before it: a run that
+continues amid an update samples them again, with the same bits, and saves none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ...data.batches.batch import Batch
+from ...data.batches.batch import Batch, RolloutBatch
 from ...data.batches.order import AnsweredOrder, BatchOrder
 from ...data.batches.stream_order import StreamOrder
 from ...data.example import Example
 from ...lora.convert import without_adapters
-from ...machine.numpy_arrays import as_numpy
+from ...machine.host_memory import as_numpy
 from ...models.load import Loaded
 from ...options.config import TrainConfig
 from ...patches import patched
@@ -25,14 +33,104 @@ from ..distributed import World
 from ..ending.early_end import Ending
 from ..ending.interrupt import InterruptedSamplingError
 from ..evaluation.evaluate import evaluating
-from ..preferences.loss import TokenLosses
-from ..preferences.objectives import line
+from ..preferences.objectives import TokenLosses, line
+from ..reports.log import REWARD
 from ..reports.screen import Screen
 from ..setup import batch_order
+from ..tree import iteration_key
 from .answer_sampler import AnswerSampler
-from .rewarded_sampler import RewardedSampler, RewardEvaluation
+from .rewarded_sampler import ANSWERS, RewardedSampler, RewardEvaluation, answer_figures
 from .rollout_order import RolloutOrder, Scoring
-from .student_order import StudentOrder
+
+SHARE = "sampled/share"
+# The draws of an update differ from those of an epoch with its number.
+_DRAW = 1
+# How many answers a report shows.
+_SHOWN = 3
+
+
+class StudentOrder:
+    """An endless iterator of this rank's batches, in some of which answers of the model stand for those of the data."""
+
+    figures = (SHARE, *ANSWERS)
+
+    def __init__(self, data: AnsweredOrder | StreamOrder, sampler: AnswerSampler, config: TrainConfig, world: World):
+        self._data = data
+        self._sampler = sampler
+        self._config = config
+        self._world = world
+        self._update = 0
+        # How many batches of the present update were handed out, and the place of its first one in the data.
+        self._used = 0
+        self._place = data.state()
+        self._batches: list[Batch] = []
+        self._samples: list[dict[str, str]] = []
+
+    def peek(self) -> None:
+        """The next batch may depend on the present update."""
+
+    def samples(self) -> list[dict[str, str]]:
+        """Return some of the answers of the last update, each with its prompt; none if the data answered it."""
+        return self._samples
+
+    def state(self) -> dict[str, Any]:
+        """Return the place in the data, as JSON values."""
+        return {"update": self._update, "used": self._used, "data": self._place}
+
+    def arrays(self, _state: Mapping[str, Any]) -> dict[str, mx.array]:
+        """Return the arrays that the place needs: none, since answers are sampled again."""
+        return {}
+
+    def restore(self, state: dict[str, Any], _arrays: Mapping[str, mx.array]) -> None:
+        """Continue from the place that state() returned."""
+        self._data.restore(state["data"])
+        self._update = state["update"]
+        self._used = state["used"]
+        self._place = state["data"]
+        self._batches = []
+
+    def __next__(self) -> Batch:
+        if not self._batches:
+            self._batches = self._of_update()
+        batch = self._batches[self._used]
+        self._used += 1
+        if self._used == len(self._batches):
+            self._update += 1
+            self._used = 0
+            self._place = self._data.state()
+            self._batches = []
+        return batch
+
+    def _of_update(self) -> list[Batch]:
+        """Return the batches of the present update."""
+        config = self._config
+        count = config.grad_accumulation_steps
+        nothing = [(0, 0)] * len(ANSWERS)
+        self._samples = []
+        if np.random.default_rng([config.seed % 2**64, self._update, _DRAW]).random() >= config.lmbda:
+            return [_with_figures(next(self._data), [(0, 1), *nothing]) for _ in range(count)]
+        prompts = [[document.prompt for document in self._data.next_examples()] for _ in range(count)]
+        every = [prompt for of_batch in prompts for prompt in of_batch]
+        started = time.perf_counter()
+        # The first half of the split is the dropout's of an iteration.
+        key = mx.random.split(iteration_key(config.seed, self._update, self._world.rank))[1]
+        answers = self._sampler(every, key)
+        figures = answer_figures(answers, time.perf_counter() - started) if every else nothing
+        texts = zip(every[:_SHOWN], self._sampler.texts(answers), strict=False)
+        self._samples = [{"prompt": self._sampler.text(p.tokens), "answer": text, REWARD: ""} for p, text in texts]
+        rows = zip(every, answers.tokens, answers.lengths, strict=True)
+        documents = (self._document(prompt, tokens[:length]) for prompt, tokens, length in rows)
+        batches = [self._data.batch_of(list(islice(documents, len(of_batch)))) for of_batch in prompts]
+        # The figures of the whole update stand beside its first batch.
+        return [_with_figures(batch, [(1, 1), *(nothing if at else figures)]) for at, batch in enumerate(batches)]
+
+    def _document(self, prompt: Example, answer: np.ndarray) -> Example:
+        """Return an answer behind its prompt, as far as a row has room for it."""
+        return prompt.answered(answer[: self._config.max_seq_length - len(prompt.tokens)])
+
+
+def _with_figures(batch: Batch, pairs: list[tuple[float, int]]) -> Batch:
+    return replace(batch, rollouts=RolloutBatch(np.array(pairs, np.float32).T))
 
 
 def scoring_of(model: nn.Module, token_losses: TokenLosses) -> Scoring:

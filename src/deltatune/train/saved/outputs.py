@@ -13,8 +13,9 @@ import mlx.nn as nn
 from ...lora import save_adapters
 from ...lora.adapter_files import WEIGHTS
 from ...models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
+from ...models.checkpoint_files import WHOLE
+from ...models.checkpoint_writer import TrainedCheckpoint
 from ...models.load import locate
-from ...models.trained_checkpoint import FILE, TrainedCheckpoint
 from ...options.config import TrainConfig
 from . import state
 
@@ -26,7 +27,7 @@ class Outputs:
     """The files of a run, all in the folder `config.adapter_path`.
 
     Training of adapters writes adapters.safetensors, adapter_config.json and a numbered copy at every save, as
-    mlx_lm.lora does. Full fine-tuning writes a whole checkpoint (models.trained_checkpoint). The folder `best` has the
+    mlx_lm.lora does. Full fine-tuning writes a whole checkpoint (models.checkpoint_writer). The folder `best` has the
     same files but the numbered copies, from the evaluation with the lowest loss of all. A checkpoint needs the
     tokenizer, the content of the model's config.json, and the folder that `config.model` names. A refusal of the file
     system is a UserError.
@@ -114,6 +115,6 @@ class Outputs:
                     file.unlink(missing_ok=True)
 
     def _save_checkpoint(self, checkpoint: TrainedCheckpoint, folder: Path) -> None:
-        with state.writing(folder / FILE):
+        with state.writing(folder / WHOLE):
             checkpoint.write(folder, dataclasses.asdict(self._config))
             self._tokenizer.save_pretrained(str(folder))

@@ -1,6 +1,9 @@
 """Reads and writes the state of a run: a file with a checksum, replaced atomically, and the one before it.
 
 A kill leaves a loadable file. If the file is damaged later, the run continues from the one before it.
+
+A continued run must share the options and the model of its run. The digests of the model depend on its content alone,
+so that it may be moved or renamed between the two.
 """
 
 from __future__ import annotations
@@ -8,36 +11,42 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import mlx.nn as nn
+import xxhash
 from mlx.utils import tree_map_with_path
 
 from ...errors import UserError, first_line
 from ...machine import checksum
 from ...machine.atomic_files import replace_durably
+from ...machine.host_memory import as_numpy
 from ...options.config import TrainConfig
+from ..by_layer.store import Store
+from ..distillation import teacher_of
 from ..progress import Progress
 from ..tree import leaves
 
 FORMAT = 3
 # The options that may differ between a run and its continuation: how long it runs, how often and where it reports, and
-# options that only change memory. Model and data are compared by content (content.py, BatchOrder), so their paths may
+# options that only change memory. Model and data are compared by content (digests(), BatchOrder), so their paths may
 # differ.
 FREE_OPTIONS = {
     *("model", "data", "hf_dataset", "resume_adapter_file", "teacher", "trust_remote_code", "force"),
     *("train", "test", "iters", "epochs", "val_batches", "test_batches", "early_stopping", "save_every", "keep"),
-    *("steps_per_report", "steps_per_eval", "sample_prompts", "steps_per_sample", "sample_max_tokens"),
+    *("steps_per_report", "steps_per_eval", "sample_prompts", "sample_max_tokens"),
     *("report_to", "project_name", "adapter_path", "resume", "overwrite", "reward_timeout", "reward_errors"),
     *("grad_checkpoint", "clear_cache_threshold", "memory"),
     # The shapes of the model's tensors, which are compared, tell whether it was used.
     "resize_embeddings",
 }
 
-# The digests of content.facts, in the words of messages.
+# The digests of the model, in the words of messages.
 _MODEL = {
     "model_config": "another config.json",
     "model_tensors": "other tensors, or others that train",
@@ -234,3 +243,67 @@ def unflatten(prefix: str, like: Any, arrays: dict[str, mx.array], path: Path) -
             f"--resume: {path} does not fit this model: {len(odd):,} tensors differ, the first is {odd[0]}."
         )
     return tree_map_with_path(lambda name, _: stored[f"{prefix}/{name}"], like)
+
+
+# The keys of config.json that say who wrote it, and change nothing that is computed.
+_INCIDENTAL = ("_name_or_path", "transformers_version")
+
+
+def digests(
+    model: nn.Module,
+    config: TrainConfig,
+    model_config: dict[str, Any] | None,
+    weights: Store | None = None,
+    of_teacher: Store | None = None,
+) -> dict[str, str | None]:
+    """Return the facts of fingerprint() beside the options: digests of the model and of adapters.
+
+    `weights` reads those of the model's arrays that stay on the disk, and `of_teacher` those of its teacher's.
+    """
+    adapter = config.resume_adapter_file
+    teacher = teacher_of(config) if config.loss == "distill" else None
+    return {
+        "model_tensors": structure(model),
+        "model_config": None if model_config is None else config_digest(model_config),
+        "model_content": weights_digest(model, config, weights),
+        "adapter_weights": None if adapter is None else file_digest(adapter),
+        "teacher_content": None if teacher is None else weights_digest(teacher, TrainConfig(), of_teacher),
+    }
+
+
+def structure(model: nn.Module) -> str:
+    """Return a digest of every parameter's name, shape and dtype, and of which parameters are trainable."""
+    trains = {name for name, _ in leaves(model.trainable_parameters())}
+    digest = hashlib.sha256()
+    for name, leaf in sorted(leaves(model.parameters())):
+        digest.update(f"{name} {leaf.shape} {leaf.dtype} {name in trains}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def config_digest(model_config: dict[str, Any]) -> str:
+    """Return a digest of the content of a config.json, such as the base of its rotary positions."""
+    content = {key: value for key, value in model_config.items() if key not in _INCIDENTAL}
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())
+
+
+def weights_digest(model: nn.Module, config: TrainConfig, weights: Store | None = None) -> str:
+    """Return a digest of all numbers of the checkpoint; it takes about the time of reading them from memory.
+
+    Randomly initialised tensors are left out, since another device may round them differently: adapters, and all of a
+    model that trains from scratch. The seed, one of the options that a continuation must share, determines those.
+    """
+    drawn = set() if config.fine_tune_type == "full" else {name for name, _ in leaves(model.trainable_parameters())}
+    loaded = [(name, leaf) for name, leaf in sorted(leaves(model.parameters())) if name not in drawn]
+    digest = xxhash.xxh3_128()
+    for name, leaf in [] if config.from_scratch else loaded:
+        digest.update(name.encode())
+        array = leaf if weights is None else weights.numbers(name, leaf)
+        numbers: Any = as_numpy(array.reshape(-1).view(mx.uint8))
+        digest.update(numbers)
+    return digest.hexdigest()
+
+
+def file_digest(path: str | Path) -> str:
+    """Return a digest of the file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]

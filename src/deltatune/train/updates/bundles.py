@@ -21,8 +21,7 @@ from ...machine import backend
 from ...ops.pointwise import joining
 from ...ops.pointwise.stored_moments import BLOCK
 from ..tree import leaves, parted
-from .optimizer import SMALLEST, EightBit
-from .parameter_groups import ParameterGroup
+from .optimizer import SMALLEST, EightBit, ParameterGroup
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
