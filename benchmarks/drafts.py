@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 
 import processes
 from deltatune.cli import main as command_line
-from deltatune.models.mtp import reader_of
+from deltatune.models.adapted_base import reader_of
 from machine import heading
 from recipe import write_tokenizer
 from trainers import SHAPES, Shape, lazy_model

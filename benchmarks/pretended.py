@@ -56,7 +56,7 @@ def pretended(device: str) -> Iterator[None]:
         yield
         return
     from deltatune.machine import backend, nvidia
-    from deltatune.ops.attention.fused import launch
+    from deltatune.ops.kernels import launch
     from deltatune.ops.operator import candidates, kernel_operator, verdicts
     from deltatune.patches import evidence
 

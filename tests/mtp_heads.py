@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from deltatune.models.mtp import reader_of
+from deltatune.models.adapted_base import reader_of
 from families import with_noise
 from transformers_saves import recorded_save, transformers_names
 

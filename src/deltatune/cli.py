@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import io
 import os
 import sys
@@ -31,6 +30,7 @@ from .commands.flags import Parser
 from .errors import UserError, reason
 from .machine import ranks, startup
 from .machine.command_line import raise_at_signals
+from .machine.packages import versions
 from .machine.wrapping import for_stream
 from .ops import IMPLEMENTATIONS
 from .options.values import short
@@ -40,8 +40,9 @@ COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, imp
 
 def parser(name: str = "") -> argparse.ArgumentParser:
     """Return the parser of the command `name`, or of the whole command line where there is no such command."""
+    version = versions().get("deltatune", "(not installed: its files are used where they lie)")
     top = Parser(prog="deltatune", description="Fine-tune hybrid gated-delta models with MLX.")
-    top.add_argument("--version", action="version", version=f"deltatune {_version()}")
+    top.add_argument("--version", action="version", version=f"deltatune {version}")
     # To this parser, everything behind the command's name is one argument; the command's own parser checks it.
     top.register("type", None, str)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -70,13 +71,6 @@ def _refused(error: OSError) -> int:
     notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     ranks.say_error(f"deltatune: {name}{error.strerror or reason(error)}.{notes}")
     return 2
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("deltatune")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed: its files are used where they lie)"
 
 
 def _say_plainly(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -155,21 +155,12 @@ def download(name: str) -> Path:
     return Path(importlib.import_module("huggingface_hub").snapshot_download(name))
 
 
-@dataclass(frozen=True)
-class PrivateName:
-    """A private name of upstream, and the fallback `without` it, in a sentence.
-
-    `present` says whether the installed package has the name; it is asked only where the package is installed.
-    """
+class PrivateName(NamedTuple):
+    """A private name of upstream, the fallback `without` it, in a sentence, and whether the package has it."""
 
     name: str
     without: str
     present: Callable[[], bool]
-
-    @property
-    def package(self) -> str:
-        """The package of the name."""
-        return re.split(r"\W", self.name)[0]
 
 
 def _holds(module: str, *names: str) -> bool:
@@ -249,14 +240,13 @@ class Probed:
 
 def probed() -> list[Probed]:
     """Look for every private name of the packages that are installed."""
-    installed = {name.package for name in NAMES if importlib.util.find_spec(name.package) is not None}
-    return [
-        Probed(private.name, _present(private), private.without) for private in NAMES if private.package in installed
-    ]
-
-
-def _present(name: PrivateName) -> bool:
-    try:
-        return name.present()
-    except (AttributeError, TypeError, LookupError, OSError):
-        return False
+    found = []
+    for name, without, present in NAMES:
+        if importlib.util.find_spec(re.split(r"\W", name)[0]) is None:
+            continue
+        try:
+            is_there = present()
+        except (AttributeError, TypeError, LookupError, OSError):
+            is_there = False
+        found.append(Probed(name, is_there, without))
+    return found

@@ -28,12 +28,6 @@ def test_the_splits_that_the_run_needs(tokenizer, folder):
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [0, 0, 3]
 
 
-def test_training_goes_on_without_validation_and_says_so(tokenizer, folder):
-    assert load_datasets(folder(train=TEXT), tokenizer).notes == [
-        "No validation set: training goes on without validation."
-    ]
-
-
 def test_rows_are_held_out_where_nothing_else_validates(tokenizer, folder):
     rows = [{"text": f"line {number}"} for number in range(40)]
     everything = load_datasets(folder(train=rows, val_split=0), tokenizer)
@@ -189,7 +183,7 @@ def test_a_missing_file(tokenizer, folder):
     with pytest.raises(UserError, match=r"/train\.jsonl: no such data; it is needed to train"):
         load_datasets(folder(valid=TEXT), tokenizer)
     config = dataclasses.replace(folder(train=TEXT), train=False, test=True)
-    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test; --data may"):
+    with pytest.raises(UserError, match=r"/test\.jsonl: no such data; it is needed to test; --data may also name"):
         load_datasets(config, tokenizer)
 
 

@@ -16,7 +16,7 @@ from deltatune.demo.assets import MODEL
 from deltatune.machine import environment
 from deltatune.ops import IMPLEMENTATIONS
 from deltatune.options import config
-from deltatune.train.reports.columns import Columns
+from deltatune.train.reports.screen import Columns
 
 # `deltatune ...` in a block, alone or behind a launcher; and in a sentence, where it stands in backticks.
 LINE = re.compile(r"^(?:mlx\.launch .*? )?(?:\.venv/bin/)?deltatune (.*)$", re.MULTILINE)

@@ -60,13 +60,6 @@ def test_the_sentence_names_layer_and_kernel():
     assert "NO gradient" in str(kernels[0])
 
 
-def test_a_model_with_a_vision_tower_is_traced_as_on_an_apple_gpu(tiny_vision_model):
-    kernels = sweep(tiny_vision_model("qwen3_vl_moe"))
-    assert [kernel.name.startswith("mrope_apply") for kernel in kernels] == [True]
-    assert all(kernel.differentiable for kernel in kernels)
-    assert kernels[0].calls == 6
-
-
 @with_mlx_vlm
 def test_the_kimi_towers_table_of_positions_has_no_gradient():
     model = other_towers.build("kimi_vl")

@@ -12,53 +12,66 @@ from deltatune.errors import UserError
 from deltatune.machine import environment
 from deltatune.ops import IMPLEMENTATIONS
 
+# Prints the variables as C has them, since MLX reads them there, and what a plan counts with.
 PROBE = """
 import ctypes, deltatune
 from deltatune.machine import environment
-from deltatune.ops import IMPLEMENTATIONS
+from deltatune.plan.simulate import PACES
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
-print(getenv(b"MLX_ENABLE_TF32").decode(), environment.tf32())
+print(*(getenv(name).decode() for name in (b"MLX_ENABLE_TF32", b"MLX_MAX_MB_PER_BUFFER", b"MLX_MAX_OPS_PER_BUFFER")))
+print((PACES["cuda"].elements >> 20) - 1, PACES["cuda"].operations - 1)
 """
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "0 False"), ("1", "1 True"), ("0", "0 False")])
-def test_fp32_stays_fp32_unless_the_user_chose(before, after):
-    """The variable must be set for C too, since MLX reads it there."""
-    env = {name: value for name, value in os.environ.items() if name != environment.TF32}
-    if before is not None:
-        env[environment.TF32] = before
-    result = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == after
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="for NVIDIA GPUs")
+def test_an_import_sets_the_variables_of_mlx(tmp_path):
+    (tmp_path / "bounded.yaml").write_text("iters: 3\nmemory: 8GB\n")
+    sizes = (environment.TF32, environment.ELEMENTS, environment.OPERATIONS)
+    env = {name: value for name, value in os.environ.items() if name not in sizes}
+    command = [sys.executable, "-c", PROBE, "-c", "bounded.yaml"]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["0", "200", "100", "200", "100"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, False), ("1", True), ("0", False)])
+def test_fp32_stays_fp32_unless_the_user_chose(before, after, monkeypatch):
+    monkeypatch.delenv(environment.TF32, raising=False)
+    if before is not None:
+        monkeypatch.setenv(environment.TF32, before)
+    environment.keep_full_fp32()
+    assert environment.tf32() is after
+
+
 @pytest.mark.parametrize(
     ("arguments", "before", "after"),
     [
-        ([], {}, ["800", "400"]),
-        (["--memory", "8GB"], {}, ["200", "100"]),
-        (["--memory=8GB"], {environment.ELEMENTS: "50"}, ["50", "100"]),
-        (["-c", "bounded.yaml"], {}, ["200", "100"]),
-        (["--config=bounded.yaml"], {}, ["200", "100"]),
-        (["--config", "bounded.json"], {}, ["200", "100"]),
-        (["--config", "other.yaml", "-c", "missing.yaml", "-c"], {}, ["800", "400"]),
-        ([], {environment.ELEMENTS: "1000"}, ["1000", "400"]),
-        ([], {environment.OPERATIONS: "20"}, ["800", "20"]),
+        ([], {}, [800, 400]),
+        (["--memory", "8GB"], {}, [200, 100]),
+        (["--memory=8GB"], {environment.ELEMENTS: "50"}, [50, 100]),
+        (["-c", "bounded.yaml"], {}, [200, 100]),
+        (["--config=bounded.yaml"], {}, [200, 100]),
+        (["--config", "bounded.json"], {}, [200, 100]),
+        (["--config", "other.yaml", "-c", "missing.yaml", "-c"], {}, [800, 400]),
+        ([], {environment.ELEMENTS: "1000"}, [1000, 400]),
+        ([], {environment.OPERATIONS: "20"}, [800, 20]),
     ],
 )
-def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(arguments, before, after, tmp_path):
+def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(
+    arguments, before, after, tmp_path, monkeypatch
+):
     (tmp_path / "bounded.yaml").write_text("iters: 3\nmemory: 8GB\n")
     (tmp_path / "bounded.json").write_text('{"iters": 3, "memory": "8GB"}')
     (tmp_path / "other.yaml").write_text("iters: 3\n")
-    sizes = (environment.ELEMENTS, environment.OPERATIONS)
-    env = {name: value for name, value in os.environ.items() if name not in sizes} | before
-    probe = f"import os, deltatune; print(*[os.environ[name] for name in {sizes}])\n"
-    probe += "from deltatune.plan.simulate import PACES; pace = PACES['cuda']\n"
-    probe += "print((pace.elements >> 20) - 1, pace.operations - 1)"
-    command = [sys.executable, "-c", probe, *arguments]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == after * 2, "a plan counts with them"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sys, "argv", ["deltatune", *arguments])
+    for name in (environment.ELEMENTS, environment.OPERATIONS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    environment.limit_queue()
+    assert [*environment.queued().values()] == after, "a plan counts with them"
 
 
 @pytest.mark.parametrize(("platform", "sizes"), [("darwin", [50, 7]), ("linux", [50, 50])])

@@ -286,13 +286,6 @@ def trained(model, parts=("language",)):
     return moved(model)
 
 
-def contents(folder):
-    """{tensor: (type, shape, bytes)} of a checkpoint in one file."""
-    content = (folder / "model.safetensors").read_bytes()
-    tensors = read_header(folder / "model.safetensors").tensors.items()
-    return {name: (t.dtype, t.shape, content[t.start : t.start + t.size]) for name, t in tensors}
-
-
 @pytest.fixture(scope="module")
 def base(tiny_vision_checkpoint, tmp_path_factory):
     """A Qwen3.5-MoE as transformers saves it: a tensor for each expert, a vision tower, an MTP layer."""
@@ -311,7 +304,7 @@ def test_the_base_keeps_its_layout_and_all_its_tensors(tiny_vision_checkpoint, t
     checkpoint.write(out, {"seed": 0})
     moved(model)
     checkpoint.write(out, {"seed": 1})
-    before, after = contents(base), contents(out)
+    before, after = stored_bytes(base), stored_bytes(out)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert len(changed) > 20
@@ -331,7 +324,7 @@ def test_on_images_the_tower_is_written_as_the_base_has_it(base, tmp_path):
     model.vision_tower.patch_embed.unfreeze()
     moved(model)
     TrainedCheckpoint(model, base).write(tmp_path / "out", {})
-    before, after = contents(base), contents(tmp_path / "out")
+    before, after = stored_bytes(base), stored_bytes(tmp_path / "out")
     assert {name: content[:2] for name, content in before.items()} == {n: content[:2] for n, content in after.items()}
     assert before["model.visual.patch_embed.proj.weight"] != after["model.visual.patch_embed.proj.weight"]
     assert load(tmp_path / "out", image="a test").processor is not None
@@ -346,8 +339,9 @@ def test_merge_and_readers_take_the_folder_as_they_take_an_adapter(base, tmp_pat
     assert is_trained_checkpoint(out)
     assert not is_trained_checkpoint(base)
     done = merge_checkpoint(base, out, tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(out)
-    assert {name for name in contents(base) if contents(base)[name] != contents(out)[name]} == set(done.changed)
+    assert stored_bytes(tmp_path / "merged") == stored_bytes(out)
+    before, after = stored_bytes(base), stored_bytes(out)
+    assert {name for name in before if before[name] != after[name]} == set(done.changed)
     assert apart(load_with_adapter(base, str(out)).model, model) < 1e-5
     for target in ("peft", "mlx"):
         flags = ["--model", base, "--adapter-path", out, "--save-path", tmp_path / target]
@@ -369,7 +363,7 @@ def test_a_quantised_base_stays_quantised(tiny_checkpoint, tmp_path):
     base = tiny_checkpoint("qwen3_5", quantize={})
     model = trained(load_model(base)[0])
     TrainedCheckpoint(model, base).write(tmp_path / "out", {})
-    before, after = contents(base), contents(tmp_path / "out")
+    before, after = stored_bytes(base), stored_bytes(tmp_path / "out")
     assert {name: content[:2] for name, content in before.items()} == {n: content[:2] for n, content in after.items()}
     assert apart(load_model(tmp_path / "out")[0], model) == 0
 
@@ -416,7 +410,7 @@ def test_a_save_keeps_no_second_copy_of_the_weights(base, tmp_path):
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     checkpoint.write(tmp_path / "out", {})
-    largest = max(size for *_, content in contents(tmp_path / "out").values() for size in [len(content)])
+    largest = max(size for *_, content in stored_bytes(tmp_path / "out").values() for size in [len(content)])
     assert mx.get_active_memory() <= before
     # What one tensor passes through on its way to the file.
     assert mx.get_peak_memory() - before <= 8 * 4 * largest

@@ -11,7 +11,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from deltatune.errors import NotFiniteError, UserError
 from deltatune.lora import convert_to_lora
 from deltatune.models import batch_decoder, generate
-from deltatune.models import batch_decoder as answer
 from deltatune.models.batch_decoder import AnswerGenerator, BatchDecoder, can_be_joined
 from deltatune.models.generate import EXCLUDED, SampledPolicy
 from deltatune.models.load import load
@@ -38,7 +37,7 @@ def one_by_one(loaded):
 
 
 def at_once(loaded):
-    tokens = answer.answer_all(loaded.model, loaded.tokenizer, PROMPTS, max_tokens=6)
+    tokens = batch_decoder.answer_all(loaded.model, loaded.tokenizer, PROMPTS, max_tokens=6)
     return [loaded.tokenizer.decode(each) for each in tokens]
 
 
@@ -47,16 +46,16 @@ def test_many_answers_are_those_of_one_at_a_time(loaded, monkeypatch):
     found = at_once(loaded)
     assert found == one_by_one(loaded)
     assert all(found)
-    monkeypatch.setattr(answer, "is_covered", lambda _: False)
-    monkeypatch.setattr(answer, "BatchDecoder", None)
+    monkeypatch.setattr(batch_decoder, "is_covered", lambda _: False)
+    monkeypatch.setattr(batch_decoder, "BatchDecoder", None)
     assert at_once(loaded) == found
 
 
 @pytest.mark.parametrize("covered", [True, False])
 def test_a_sampler_is_asked(loaded, covered, monkeypatch):
-    monkeypatch.setattr(answer, "is_covered", lambda _: covered)
+    monkeypatch.setattr(batch_decoder, "is_covered", lambda _: covered)
     token = loaded.tokenizer.encode("fox")[0]
-    answers = answer.answer_all(
+    answers = batch_decoder.answer_all(
         loaded.model,
         loaded.tokenizer,
         PROMPTS,
@@ -68,7 +67,7 @@ def test_a_sampler_is_asked(loaded, covered, monkeypatch):
 
 @pytest.mark.parametrize("covered", [True, False])
 def test_probabilities_that_are_not_finite_are_no_answer(loaded, covered, monkeypatch):
-    monkeypatch.setattr(answer, "is_covered", lambda _: covered)
+    monkeypatch.setattr(batch_decoder, "is_covered", lambda _: covered)
     loaded.model.language_model.model.norm.weight *= mx.nan
     with pytest.raises(NotFiniteError):
         at_once(loaded)
@@ -76,12 +75,12 @@ def test_probabilities_that_are_not_finite_are_no_answer(loaded, covered, monkey
 
 @pytest.mark.parametrize(("answers", "name"), [(at_once, "batch_generate"), (one_by_one, "stream_generate")])
 def test_answers_are_given_under_the_patches(loaded, answers, name, monkeypatch):
-    module, found = {"batch_generate": answer, "stream_generate": generate}[name], []
-    monkeypatch.setattr(answer, "is_covered", lambda _: False)
+    module, found = {"batch_generate": batch_decoder, "stream_generate": generate}[name], []
+    monkeypatch.setattr(batch_decoder, "is_covered", lambda _: False)
 
     def upstream(*arguments, **options):
         found.append(patch.in_force("mlx_lm.models.gated_delta.gated_delta_update"))
-        return SimpleNamespace(token_ids=[]) if module is answer else iter(())
+        return SimpleNamespace(token_ids=[]) if module is batch_decoder else iter(())
 
     monkeypatch.setattr(module, name, upstream)
     answers(loaded)
@@ -173,26 +172,30 @@ def test_keys_and_values_may_be_written_in_place(tiny_model, monkeypatch):
         assert len(BatchDecoder(tiny_model("qwen3_5").eval(), 1, (), 3).run([[3, 5, 8]])[0]) == 3
 
 
+def check_figures(model, policy, answers, most):
+    """Compare with a whole forward pass over prompt and answer, at a temperature of 0.7."""
+    for answer in answers:
+        tokens = [*answer.tokens, *([] if answer.end is None else [answer.end])]
+        assert (answer.end is None) == (len(answer.tokens) == most)
+        log_p, logits = log_probabilities(model, policy, answer, tokens)
+        p = np.array(mx.softmax(logits / 0.7, axis=-1), np.float64)
+        figures = np.stack(answer.figures)
+        np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
+        np.testing.assert_allclose(figures[:, 1], -(p * np.log(p)).sum(-1), atol=2e-4)
+
+
 def test_log_probabilities_and_entropies_are_those_of_the_policy(tiny_model):
-    """A whole forward pass over prompt and answer gives the same numbers; a prompt of a group is read once."""
+    """A prompt of a group is read once."""
     model = moved(adapted(tiny_model), 0.3)
     policy = SampledPolicy(0.7, top_k=9)
-    one, other = [3, 5, 8, 1], [7, 2]
-    prompts = [one] * 5 + [other] * 5
+    prompts = [[3, 5, 8, 1]] * 5 + [[7, 2]] * 5
     with patched():
-        answers = BatchDecoder(model, 10, (4, 9), 12).answers(prompts, policy.sampler(mx.random.key(3)))
-        again = BatchDecoder(model, 10, (4, 9), 12).answers(prompts, policy.sampler(mx.random.key(3)))
+        answers, again = (
+            BatchDecoder(model, 10, (4, 9), 12).answers(prompts, policy.sampler(mx.random.key(3))) for _ in range(2)
+        )
         assert [a.tokens for a in answers] == [a.tokens for a in again]
         assert len({str(a.tokens) for a in answers}) > 5
-        for answer in answers:
-            tokens = [*answer.tokens, *([] if answer.end is None else [answer.end])]
-            assert (answer.end is None) == (len(answer.tokens) == 12)
-            log_p, logits = log_probabilities(model, policy, answer, tokens)
-            p = np.array(mx.softmax(logits / 0.7, axis=-1), np.float64)
-            entropy = -(p * np.log(p)).sum(-1)
-            figures = np.stack(answer.figures)
-            np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
-            np.testing.assert_allclose(figures[:, 1], entropy, atol=2e-4)
+        check_figures(model, policy, answers, 12)
     assert EXCLUDED < -1e20
 
 
@@ -225,18 +228,9 @@ def test_models_with_other_caches_are_sampled_by_mlx_lm(family, other_model, tin
     prompts = [[3, 5, 8, 9, 1], [7, 2], [7], [11] * 7]
     with patched():
         engine = AnswerGenerator(model, 3, (4, 9, 20), 6, policy.figures)
-        answers = engine.answers(prompts, policy.sampler(mx.random.key(0)))
-        assert [a.tokens for a in engine.answers(prompts, policy.sampler(mx.random.key(0)))] == [
-            a.tokens for a in answers
-        ]
-        for answer in answers:
-            tokens = [*answer.tokens, *([] if answer.end is None else [answer.end])]
-            assert (answer.end is None) == (len(answer.tokens) == 6)
-            log_p, logits = log_probabilities(model, policy, answer, tokens)
-            p = np.array(mx.softmax(logits / 0.7, axis=-1), np.float64)
-            figures = np.stack(answer.figures)
-            np.testing.assert_allclose(figures[:, 0], log_p, atol=2e-4)
-            np.testing.assert_allclose(figures[:, 1], -(p * np.log(p)).sum(-1), atol=2e-4)
+        answers, again = (engine.answers(prompts, policy.sampler(mx.random.key(0))) for _ in range(2))
+        assert [a.tokens for a in again] == [a.tokens for a in answers]
+        check_figures(model, policy, answers, 6)
         stopped = engine.answers(prompts, policy.sampler(mx.random.key(0)), stops=lambda tokens: tokens[-1] % 2 == 0)
         for answer in stopped:
             assert [token % 2 for token in answer.tokens[:-1]] == [1] * (len(answer.tokens) - 1)

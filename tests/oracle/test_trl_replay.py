@@ -10,7 +10,7 @@ from parity import ahead, distilled, pairs, pairs_ours
 from parity.faults import falls, recorded
 
 from deltatune.data.example import Example
-from deltatune.models.mtp import two_ahead
+from deltatune.models.adapted_base import two_ahead
 from deltatune.ops import divergence
 from deltatune.options.conditions import changed_options
 from deltatune.selftest.parity import recording

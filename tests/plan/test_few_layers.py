@@ -67,7 +67,10 @@ def test_the_chosen_layers_are_called_as_among_all(tiny_model, family, chosen):
     assert ModelLayers(model).few(Checkpoints()).chosen == [*chosen]
 
 
-@pytest.mark.parametrize(("family", "recomputed"), [("qwen3_5", True), ("qwen3_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("family", "recomputed"),
+    [("qwen3_5", True), pytest.param("qwen3_vl", False, marks=pytest.mark.weekly), ("qwen3_vl", True)],
+)
 def test_a_step_with_images_is_computed_from_a_few(tiny_vision_model, family, recomputed):
     """Qwen3-VL's images enter its first layers, too; the tower alone needs the most where layers are recomputed."""
     model, config = tiny_vision_model(family, num_hidden_layers=LAYERS), TrainConfig(grad_checkpoint=recomputed)
@@ -94,7 +97,9 @@ LONG = {
 
 
 @pytest.mark.usefixtures("waiting_queue")
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.weekly) if name == "kept" else name for name in LONG]
+)
 def test_a_long_row_is_traced_without_most_turns_of_its_loops(tiny_model, monkeypatch, name):
     """Small blocks, chunks and pieces, of which a row of 512 tokens has as many as real sizes have of a long one.
 

@@ -37,7 +37,9 @@ def rows_as(kind, folder):
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["file", "list", "iterator", "data set"])
+@pytest.mark.parametrize(
+    "kind", ["file", "list", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("iterator", "data set"))]
+)
 def test_rows_in_memory_train_to_the_bits_of_the_command(by_command, tmp_path, kind):
     _, result = finetune(MODEL, rows_as(kind, by_command), adapter_path=tmp_path / "out", **OPTIONS)
     one, other = ((folder / "out" / "adapters.safetensors").read_bytes() for folder in (tmp_path, by_command))

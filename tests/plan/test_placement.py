@@ -118,6 +118,16 @@ def test_two_plans_are_enough_where_the_memory_without_tokens_is_known():
     assert tried == [2648, 4096]
 
 
+@pytest.mark.parametrize(("limit", "planned_too"), [(3_700, [2]), (3_950, [2, 3])])
+def test_a_value_that_takes_too_much_by_far_is_not_planned(limit, planned_too):
+    """Of few values, each takes much more than the one before; the second is not foreseen here."""
+    attempt, tried = planned(lambda v: 1_000 + 1_000 * v + 200 * (v > 0))
+    fixed, known = attempt(0), {1: attempt(1)}
+    tried.clear()
+    assert largest(attempt, DeviceLimits(None, limit, "", ""), known, range(1, 100), fixed) == Largest(2, more=False)
+    assert tried == planned_too
+
+
 def test_memory_that_bends_down_is_not_searched_from_the_largest_value():
     """A long row is traced in pieces, whose memory a token is less than that of a short row."""
     attempt, tried = planned(lambda v: 1_680 + (4.4 * v if v < 3_000 else 4_200 + 3.0 * v))
@@ -125,6 +135,16 @@ def test_memory_that_bends_down_is_not_searched_from_the_largest_value():
     tried.clear()
     found = largest(attempt, DeviceLimits(None, 25_280, "", ""), known, range(32, 262_145, 32), fixed)
     assert 6_300 <= found.value <= 6_466
+    assert len(tried) <= 4, tried
+
+
+def test_memory_that_falls_at_one_place_is_not_taken_to_fall_for_ever():
+    """From some length on, rows are cut into other pieces."""
+    attempt, tried = planned(lambda v: 1_700 + 0.35 * v if v < 65_000 else 1_700 + 0.31 * v)
+    fixed, known = attempt(0), {2048: attempt(2048), 62_528: attempt(62_528)}
+    tried.clear()
+    found = largest(attempt, DeviceLimits(None, 25_280, "", ""), known, range(32, 262_145, 32), fixed)
+    assert 0.98 * 76_064 < found.value <= 76_064
     assert len(tried) <= 4, tried
 
 

@@ -8,7 +8,6 @@ import time
 import mlx.core as mx
 import pytest
 
-from console import deltatune
 from deltatune import LoraConfig, PlannedRun, TrainConfig, finetune, generate
 from deltatune.errors import UserError
 from deltatune.machine import backend
@@ -37,23 +36,28 @@ def config_of(options, folder, **changes):
     return TrainConfig(**options | changes, adapter_path=str(folder), lora_parameters=LoraConfig(**LORA))
 
 
-def of_command(options, folder, **changes):
-    """The adapters of the same run by the installed script, and its output."""
-    file = folder.with_suffix(".yaml")
-    file.write_text(json.dumps(options | changes | {"adapter_path": str(folder), "lora_parameters": LORA}))
-    done = deltatune("train", "-c", file)
-    assert done.returncode == 0, done.stderr
-    return (folder / "adapters.safetensors").read_bytes(), done.stdout
+@pytest.fixture
+def of_command(run, options):
+    """of_command(folder, **changes) -> the adapters of the same run by the command, and its output."""
+
+    def trained(folder, **changes):
+        file = folder.with_suffix(".yaml")
+        file.write_text(json.dumps(options | changes | {"adapter_path": str(folder), "lora_parameters": LORA}))
+        code, out, err = run("train", "-c", file)
+        assert code == 0, err
+        return (folder / "adapters.safetensors").read_bytes(), out
+
+    return trained
 
 
-def test_a_bounded_run_in_python_is_that_of_the_command(options, tmp_path, capsys):
+def test_a_bounded_run_in_python_is_that_of_the_command(options, of_command, tmp_path, capsys):
     with pytest.raises(TooLittleMemoryError) as refused:
         finetune(config_of(options, tmp_path / "none", memory=1000))
     memory = round(float(re.search(r"tokens take ([\d.]+) MB", str(refused.value))[1]) * 1e6)
     loaded, result = finetune(config_of(options, tmp_path / "python", memory=memory))
     said = capsys.readouterr().out
     assert "6 of 6 layers" in said
-    expected, by_command = of_command(options, tmp_path / "command", memory=memory)
+    expected, by_command = of_command(tmp_path / "command", memory=memory)
     assert (tmp_path / "python" / "adapters.safetensors").read_bytes() == expected
     assert f"train loss {result.train_loss:.4f}" in by_command
     # The trained model is whole again: its layers are read where it is used.
@@ -63,9 +67,9 @@ def test_a_bounded_run_in_python_is_that_of_the_command(options, tmp_path, capsy
     assert isinstance(generate(loaded, "question 3", max_tokens=2), str)
 
 
-def test_automatic_checkpoints_in_python_have_the_bits_of_the_command(options, tmp_path, monkeypatch):
+def test_automatic_checkpoints_in_python_have_the_bits_of_the_command(options, of_command, tmp_path, monkeypatch):
     """The command has memory for all residuals, and the run in Python lacks a byte of that."""
-    expected, said = of_command(options, tmp_path / "command", grad_checkpoint="auto")
+    expected, said = of_command(tmp_path / "command", grad_checkpoint="auto")
     assert "0 of 4 layers are recomputed" in said
     run = PlannedRun.of(config_of(options, tmp_path / "python", grad_checkpoint="auto"))
     plan = fit.Planner(run, ArrayLayout.measured()).at(*fit.shape(run), Checkpoints())

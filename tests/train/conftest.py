@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from deltatune.data import Batch, Splits
@@ -68,6 +69,29 @@ def options(checkpoint, data_folder):
 def splits(options, checkpoint):
     config = TrainConfig(**options | {"lora_parameters": LoraConfig(**options["lora_parameters"])})
     return load_datasets(config, load(checkpoint).tokenizer)
+
+
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """Rows with no, one or two images of several sizes."""
+    path = tmp_path_factory.mktemp("pictures")
+    rows = []
+    for index in range(12):
+        names = [list(COLOURS)[(index + place) % 3] for place in range(index % 3)]
+        files = []
+        for place, name in enumerate(names):
+            files.append(f"{index}_{place}.png")
+            Image.new("RGB", (32 + 16 * (index % 2), 32), COLOURS[name]).save(path / files[-1])
+        user = "<image>" * len(names) + "which?"
+        answer = " ".join(names) or "none"
+        turns = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": turns, "images": files})
+    for split in ("train", "valid", "test"):
+        (path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from deltatune.train.step import Step
 from deltatune.train.tree import leaves
 from deltatune.train.updates.optimizer import build_optimizer
 
-LENGTH, STEPS = 48, 3
+LENGTH, STEPS = 48, 2
 
 
 def config_of(family, depth):

@@ -21,18 +21,14 @@ class _Allocator:
         self.kept = 0
 
 
-def put_in_place(allocator: _Allocator, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "device", lambda: device)
-    monkeypatch.setattr(mx, "set_memory_limit", allocator.set_limit)
-    monkeypatch.setattr(mx, "get_peak_memory", lambda: allocator.peak)
-    monkeypatch.setattr(mx, "get_cache_memory", lambda: allocator.kept)
-    monkeypatch.setattr(mx, "clear_cache", allocator.clear)
-
-
 @pytest.fixture
 def allocator(monkeypatch):
     made = _Allocator()
-    put_in_place(made, "cuda", monkeypatch)
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(mx, "set_memory_limit", made.set_limit)
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: made.peak)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: made.kept)
+    monkeypatch.setattr(mx, "clear_cache", made.clear)
     yield made
     assert made.limit == 100
 
@@ -74,12 +70,13 @@ def test_a_threshold_gives_all_back_after_an_iteration_that_leaves_more(allocato
         assert (allocator.limit, allocator.kept) == (100, 0)
 
 
-def test_a_cpu_keeps_its_limit(allocator, monkeypatch):
-    monkeypatch.setattr(backend, "device", lambda: "cpu")
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 100), ("metal", 55)])
+def test_other_devices_have_their_own_room(allocator, monkeypatch, device, limit):
+    monkeypatch.setattr(backend, "device", lambda: device)
     with FreedMemory() as memory:
         allocator.peak = 50
         memory.after_iteration()
-        assert allocator.limit == 100
+        assert allocator.limit == limit
 
 
 def test_an_error_restores_the_limit(allocator):
@@ -93,75 +90,3 @@ def test_an_error_restores_the_limit(allocator):
 
     with pytest.raises(ZeroDivisionError):
         fails_after_an_iteration()
-
-
-class _Metal(_Allocator):
-    """MetalAllocator of mlx 0.32.4, as its macOS wheel has it, for a GPU of 100 bytes and 40 buffers."""
-
-    WORKING_SET, BUFFERS = 100, 40
-
-    def __init__(self) -> None:
-        super().__init__(150)
-        self.flushed, self.used, self.kept = 0, [], []
-
-    def allocate(self, size: int) -> None:
-        fits = [each for each in self.kept if size <= each < 2 * size]
-        if fits:
-            size = min(fits)
-            self.kept.remove(size)
-        else:
-            most = min(int(0.95 * self.WORKING_SET), self.limit)
-            excess = sum(self.used) + sum(self.kept) + size - most
-            full = len(self.used) + len(self.kept) >= self.BUFFERS
-            if full and excess < 0:
-                self.flushed += 1
-                self.kept.clear()
-            while excess >= 0 and self.kept:
-                excess -= self.kept.pop(0)
-            assert len(self.used) + len(self.kept) < self.BUFFERS, "[metal::malloc] Resource limit exceeded."
-        self.used.append(size)
-        self.peak = max(self.peak, sum(self.used))
-
-    def step(self, *sizes: int) -> int:
-        """Allocate buffers, free all, and return the most that was held."""
-        most = 0
-        for size in sizes:
-            self.allocate(size)
-            most = max(most, sum(self.used) + sum(self.kept))
-        self.kept += self.used
-        self.used = []
-        return most
-
-
-@pytest.fixture
-def metal(monkeypatch):
-    made = _Metal()
-    put_in_place(made, "metal", monkeypatch)
-    return made
-
-
-def test_on_metal_steps_of_many_shapes_stay_within_the_bound_and_ask_for_nothing_anew(metal):
-    with FreedMemory() as memory:
-        metal.step(20, 10, 10)
-        memory.after_iteration()
-        assert metal.limit == 44
-        kept = list(metal.kept)
-        assert metal.step(20, 10, 10) == 40
-        assert metal.kept == kept, "the second step found all that it needed"
-        # Another shape: what was kept longest goes before more than the bound is held.
-        assert metal.step(9, 9, 9, 4) <= 44
-        assert metal.step(44) <= 44
-        memory.after_iteration()
-        assert metal.limit == 48
-
-
-def test_on_metal_cached_buffers_count_and_never_end_a_run(metal):
-    with FreedMemory() as memory:
-        metal.peak = 90
-        memory.after_iteration()
-        metal.step(*[1] * 30)
-        assert not metal.flushed
-        metal.step(*[2] * 12)
-        assert metal.flushed == 1, "30 of one byte are kept, and the eleventh of two is the forty-first"
-        with pytest.raises(AssertionError, match="Resource limit"):
-            metal.step(*[2] * 41)

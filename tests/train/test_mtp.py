@@ -18,11 +18,10 @@ from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
 from deltatune.errors import UserError
 from deltatune.machine import backend, packages
-from deltatune.models import mtp
-from deltatune.models.adapted_base import load
+from deltatune.models import adapted_base
+from deltatune.models.adapted_base import load, two_ahead
 from deltatune.models.checkpoint_writer import merge_checkpoint
-from deltatune.models.generate import Sampling, stream
-from deltatune.models.mtp import stream_drafted
+from deltatune.models.generate import Sampling, stream, stream_drafted
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.forecast import forecast_step
@@ -165,10 +164,10 @@ def test_a_merge_has_the_trained_head(heads, headed, tmp_path, kind):
     assert any(name.startswith("mtp.") for name in merge.changed)
     merged = load(tmp_path / "merged", mtp=True).model
     hidden, tokens = mx.random.normal((1, 5, 64)), mx.array([[5, 6, 7, 8, 9]])
-    expected = mtp.two_ahead(adapted)(hidden, tokens)
-    assert mx.allclose(mtp.two_ahead(merged)(hidden, tokens), expected, atol=1e-5)
+    expected = two_ahead(adapted)(hidden, tokens)
+    assert mx.allclose(two_ahead(merged)(hidden, tokens), expected, atol=1e-5)
     base = load(headed, mtp=True).model
-    assert not mx.allclose(mtp.two_ahead(base)(hidden, tokens), expected, atol=1e-3)
+    assert not mx.allclose(two_ahead(base)(hidden, tokens), expected, atol=1e-3)
     assert mx.allclose(merged(tokens), adapted(tokens), atol=1e-5)
 
 
@@ -211,7 +210,7 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
     folder = with_head(base, tmp_path / "model")
     expected, ours = (load(path, mtp=True).model for path in (original, folder))
     hidden, tokens = mx.random.normal((1, 5, 64)), mx.array([[5, 6, 7, 8, 9]])
-    of_head = [mtp.two_ahead(model)(hidden, tokens) for model in (expected, ours)]
+    of_head = [two_ahead(model)(hidden, tokens) for model in (expected, ours)]
     if form != "quantised":
         assert mx.allclose(*of_head, atol=1e-5)
     heads(model=str(folder), iters=8).run()
@@ -220,7 +219,7 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
     merge = merge_checkpoint(folder, tmp_path / "out", tmp_path / "merged")
     assert any(name.startswith("mtp.layers.0.mlp.") for name in merge.changed)
     adapted, merged = (load(*paths, mtp=True).model for paths in ((folder, tmp_path / "out"), (tmp_path / "merged",)))
-    assert mx.allclose(*(mtp.two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
+    assert mx.allclose(*(two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.weekly), "nemotron_h"])
@@ -233,7 +232,7 @@ def test_other_families_train_merge_and_draft(heads, families, tmp_path, read_me
     assert any(name.startswith("mtp.") and ".experts.3.up_proj" in name for name in merge.changed)
     adapted, merged = (load(*paths, mtp=True) for paths in ((folder, tmp_path / "out"), (tmp_path / "merged",)))
     hidden, tokens = mx.random.normal((1, 5, 48)), mx.array([[5, 6, 7, 8, 9]])
-    assert mx.allclose(*(mtp.two_ahead(each.model)(hidden, tokens) for each in (adapted, merged)), atol=1e-5)
+    assert mx.allclose(*(two_ahead(each.model)(hidden, tokens) for each in (adapted, merged)), atol=1e-5)
     for loaded, sampling in ((adapted, Sampling()), (adapted, Sampling(0.8)), (merged, Sampling())):
         answers = []
         for answer in (stream, stream_drafted):
@@ -285,7 +284,7 @@ def drafting(headed, options, tmp_path_factory):
 def test_a_drafted_answer_is_the_undrafted_one(headed, drafting):
     """The trained head's drafts are accepted, and those of the head as it was refused."""
     trained, stale = load(headed, drafting, mtp=True), load(headed, drafting)
-    mtp.add_head(stale.model, headed)
+    adapted_base.add_head(stale.model, headed)
     shares = []
     for loaded in (trained, stale):
         before = dict(loaded.model.mtp)
@@ -395,22 +394,22 @@ def test_a_damaged_head(headed, tmp_path):
 @pytest.mark.bad_input("`--mtp` for rows with images, without mlx-vlm, or with one that computes heads otherwise")
 def test_what_the_head_needs(headed, monkeypatch):
     model = load(headed, mtp=True).model
-    monkeypatch.setattr(mtp, "has_vision", lambda _: True)
+    monkeypatch.setattr(adapted_base, "has_vision", lambda _: True)
     with pytest.raises(UserError, match="trains on text, and the data have images"):
-        mtp.add_head(model, headed)
+        adapted_base.add_head(model, headed)
     monkeypatch.setattr(type(model.mtp), "_forward_hidden", lambda self, hidden: hidden)
     with pytest.raises(UserError, match="computes multi-token-prediction heads in another way"):
-        mtp.two_ahead(model)
+        two_ahead(model)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "mlx_vlm.speculative.drafters.mtp_split", None)
     monkeypatch.setattr(packages, "versions", lambda names: {})
     with pytest.raises(UserError, match=r"mlx-vlm 0\.7\.10 or later, and none is installed"):
-        mtp.add_head(model, headed)
+        adapted_base.add_head(model, headed)
     monkeypatch.undo()
     monkeypatch.delattr("mlx_vlm.speculative.drafters.mtp_split.MTPSplitter.load")
     monkeypatch.setattr(packages, "versions", lambda names: {"mlx-vlm": "0.7.9"})
     with pytest.raises(UserError, match=r"and 0\.7\.9 is installed: pip install 'mlx-vlm>=0\.7\.10'"):
-        mtp.add_head(model, headed)
+        adapted_base.add_head(model, headed)
 
 
 def test_the_command_line_trains_and_plans(headed, checkpoint, data_folder, tmp_path):

@@ -4,14 +4,9 @@ import json
 
 import mlx.core as mx
 import mlx_lm.utils
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
-from adapter_checks import float64
-from deltatune.lora.linear import LoRALinear
-from deltatune.lora.new_rows import GrownEmbedding, GrownTable, grown_tables
-from deltatune.lora.weights import dense_weight
+from deltatune.lora.new_rows import grown_tables
 from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.load import load, load_model
 from deltatune.options.config import TrainConfig
@@ -44,38 +39,12 @@ def train(run, data, tmp_path):
     return call
 
 
-def put_exact_weights(merged, adapted):
-    """Compare the weights that a merge of mxfp4 has rounded to bf16 with float64, and put fp32 ones in their place.
-
-    How far that rounding moves the logits depends on the trained weights, so that no bound for it tells anything.
-    """
-    stored, exact = dict(tree_flatten(merged.parameters())), {}
-    for path, module in adapted.named_modules():
-        if isinstance(module, LoRALinear):
-            base, a, b = float64(dense_weight(module.linear)), float64(module.lora_a), float64(module.lora_b)
-            weight = base + module.scale * (a @ b).T
-            terms, roundings = np.abs(base) + module.scale * (np.abs(a) @ np.abs(b)).T, a.shape[1] + 3
-        elif isinstance(module, GrownTable):
-            weight = np.concatenate([float64(dense_weight(module.base)), float64(module.new_rows)])
-            terms, roundings = np.abs(weight), 0
-        else:
-            continue
-        found = stored[f"{path}.weight"]
-        assert found.dtype == mx.bfloat16
-        assert (np.abs(float64(found) - weight) <= 2.0**-8 * np.abs(weight) + roundings * 2.0**-24 * terms).all(), path
-        # The adapted model also looks its new rows up in bf16, the dtype of the old ones.
-        if not isinstance(module, GrownEmbedding):
-            exact[f"{path}.weight"] = mx.array(weight.astype(np.float32))
-    assert len(exact) == 38
-    merged.load_weights(list(exact.items()), strict=False)
-
-
 @pytest.mark.parametrize(
     ("family", "quantize"),
     [
         pytest.param("qwen3_5", None, marks=pytest.mark.any_blas),
         pytest.param("kimi_linear", {}, marks=pytest.mark.weekly),
-        ("olmo_hybrid", {"mode": "mxfp4"}),
+        ("olmo_hybrid", {}),
     ],
 )
 def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, family, quantize):
@@ -105,8 +74,6 @@ def test_a_run_from_start_to_merge(run, train, data, tiny_checkpoint, tmp_path, 
         logits = theirs(PROMPT)
         assert logits.shape[-1] == 322
         if quantize is None or options:
-            if quantize == {"mode": "mxfp4"}:
-                put_exact_weights(theirs, ours)
             # A merged weight is rounded once more, which alone moves a mixture's logits by 5e-4.
             most = 1e-5 + 2 * largest_move(theirs, lambda theirs=theirs: theirs(PROMPT))
             assert_same(ours(PROMPT), theirs, lambda theirs=theirs: theirs(PROMPT), most)

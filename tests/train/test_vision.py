@@ -25,28 +25,6 @@ from vision_runs import options
 
 pytest.importorskip("mlx_vlm")
 
-COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Rows with no, one or two images of several sizes."""
-    path = tmp_path_factory.mktemp("pictures")
-    rows = []
-    for index in range(12):
-        names = [list(COLOURS)[(index + place) % 3] for place in range(index % 3)]
-        files = []
-        for place, name in enumerate(names):
-            files.append(f"{index}_{place}.png")
-            Image.new("RGB", (32 + 16 * (index % 2), 32), COLOURS[name]).save(path / files[-1])
-        user = "<image>" * len(names) + "which?"
-        answer = " ".join(names) or "none"
-        turns = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        rows.append({"messages": turns, "images": files})
-    for split in ("train", "valid", "test"):
-        (path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return path
-
 
 def train(model, folder, target, **more):
     return cli.main(["train", *options(model, folder, target, **more)])

@@ -21,10 +21,9 @@ from ..lora.adapter_files import template_options
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import folder_of, load, put_adapter
 from ..models.checkpoint_files import is_trained_checkpoint
-from ..models.generate import Sampling
+from ..models.generate import Sampling, draft_speeds
 from ..models.head import Likelihood, Split, scored, split_head
 from ..models.load import Loaded, refuse_unserved
-from ..models.mtp import draft_speeds
 from ..options.generation import AnswerOptions
 from ..options.values import parsed_options, short
 from ..patches import INFERENCE, patched

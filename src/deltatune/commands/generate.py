@@ -89,7 +89,7 @@ def generate(options: GenerateOptions) -> str:
 
 def _say_speeds(last: Any, on_host: int) -> None:
     """Print the speeds of an answer from its last response; MLX counts the weights on the host as its own memory."""
-    from ..train.reports.columns import gigabytes
+    from ..train.reports.screen import gigabytes
 
     peak = last.peak_memory - on_host / 1e9
     drafted = getattr(last, "drafted", 0)

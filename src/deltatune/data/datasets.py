@@ -72,13 +72,13 @@ def first_image(config: TrainConfig) -> str | None:
         for table, features in parts:
             formats = RowFormats(features)
             for source, row in table.candidates():
-                messages: Any
+                messages: Any = []
                 if config.has_preferences:
                     messages = messages_of(row)
-                elif config.loss == "grpo":
-                    messages = (messages_to_answer(row, source, features) or ([],))[0]
-                else:
+                elif config.loss != "grpo":
                     messages = formats.messages(row, source) or []
+                elif asked := messages_to_answer(row, source, features):
+                    messages = asked[0]
                 if kind := media_kind(row, messages):
                     return f"{source}, in a video" if kind == VIDEO else source
     return None
@@ -279,11 +279,8 @@ def _stored(
         return {needed[0]: _file_table(folder, data, open_dataset, streaming=config.streaming)}
     files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
     if files:
-        return {
-            name: _file_table(file, data, open_dataset, streaming=config.streaming)
-            for name, file in files.items()
-            if name in needed
-        }
+        opened = partial(_file_table, name=data, open_dataset=open_dataset, streaming=config.streaming)
+        return {name: opened(file) for name, file in files.items() if name in needed}
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
@@ -422,9 +419,7 @@ def _check(
     config: TrainConfig, splits: dict[str, list[Example | Preference]], tables: dict[str, list[Part]], notes: list[str]
 ) -> None:
     """Refuse splits without examples and training data without a full batch; note a missing validation set."""
-    for name, examples in splits.items():
-        if examples:
-            continue
+    for name in (name for name, examples in splits.items() if not examples):
         names = ", ".join(table.name for table, _ in tables[name])
         if name == "valid":
             why = f"{names}: no example left to validate on" if names else "No validation set"

@@ -231,7 +231,7 @@ def prompt_example(
     else:
         messages, answers = parts
         if placer is not None:
-            messages, media = placer.place(row, messages, source)  # type: ignore[assignment]
+            messages, media = placer.place(row, messages, source)
         elif kind := media_kind(row, messages):
             raise UserError(f"{source}: this row has {kind}s, and the model no vision tower; remove the row.")
         else:

@@ -34,7 +34,7 @@ from .rows.row_formats import (
 )
 from .rows.unread_columns import MARKED_TURNS, MARKS_IN_TEXT, counts
 from .vision.media import MediaReader, MediaSize, Pictures, token_counts
-from .vision.messages import IMAGE, VIDEO, has_mark_in_text, media_kind, place_media, write_videos
+from .vision.messages import has_mark_in_text, media_kind, place_media, write_videos
 from .vision.videos import video_names, video_text
 
 
@@ -59,29 +59,13 @@ class MediaPlacer:
         self._reader = reader
         self._names = video_names(tokenizer, spec)
 
-    def place(self, row: Any, messages: Messages | None, source: str) -> tuple[Messages | None, list[PlacedMedium]]:
+    def place(self, row: Mapping[str, Any], messages: Messages, source: str) -> tuple[Messages, list[PlacedMedium]]:
         """Return a row's messages with a part for each image, and the text of each video; and these in order.
 
         A UserError, naming `source`, says that a file cannot be read, or that places and files do not match.
         """
-        if messages is None:
-            if kind := media_kind(row, ()):
-                medium = "an image" if kind == IMAGE else "a video"
-                raise UserError(f"{source}: a text line has no place for {medium}; use messages or prompt/completion.")
-            return None, []
         messages, values = place_media(messages, row, source)
-        contents = [(number, message["content"]) for number, message in enumerate(messages)]
-        numbers = [
-            number
-            for number, content in contents
-            if isinstance(content, list)
-            for part in content
-            if part["type"] in (IMAGE, VIDEO)
-        ]
-        media = [
-            PlacedMedium(number, value, self._reader.read(value, source)[1])
-            for number, value in zip(numbers, values, strict=True)
-        ]
+        media = [PlacedMedium(number, value, self._reader.read(value, source)[1]) for number, value in values]
         texts = [video_text(medium.size.seconds, self._names) for medium in media if medium.size.seconds]
         return write_videos(messages, texts), media
 
@@ -189,11 +173,14 @@ class TextEncoder:
     def _placed(self, row: Any, source: str) -> tuple[Messages | None, Sequence[PlacedMedium]]:
         """Return the messages of a row as the template takes them, None for plain text, and its images and videos."""
         messages = self.formats.messages(row, source)
-        if self._media is not None:
+        if self._media is not None and messages is not None:
             messages, media = self._media.place(row, messages, source)
-            self.formats.unread[MARKS_IN_TEXT] += has_mark_in_text(messages or [])
+            self.formats.unread[MARKS_IN_TEXT] += has_mark_in_text(messages)
             return messages, media
-        if kind := media_kind(row, messages or []):
+        kind = media_kind(row, messages or [])
+        if kind and self._media is not None:
+            raise UserError(f"{source}: a text line has no place for {kind}s; use messages or prompt/completion.")
+        if kind:
             raise UserError(
                 f"{source}: this row has {kind}s, and the model was loaded without its vision tower; images and videos "
                 "cannot be streamed, so leave streaming out, or remove the row."

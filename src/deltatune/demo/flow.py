@@ -27,8 +27,8 @@ from ..options.config import TrainConfig
 from ..rewards import Rewards
 from ..train import Result, Trainer
 from ..train.reports.announce import layer_summary, trainable_count
-from ..train.reports.columns import gigabytes, sparkline
 from ..train.reports.report import ReportTable, RunDescription, write_report
+from ..train.reports.screen import gigabytes, sparkline
 from ..train.setup import ready
 from ..train.tree import leaves
 from . import task

@@ -11,8 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..train.reports.columns import Record
-from ..train.reports.screen import Fact, Screen, to_paste
+from ..train.reports.screen import Fact, Record, Screen, to_paste
 
 INDENT = 4
 WIDEST = 112

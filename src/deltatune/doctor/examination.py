@@ -19,7 +19,7 @@ from ..layers import LayerInfo, describe
 from ..machine import packages
 from ..machine.json_files import read_json
 from ..ops import operators
-from ..patches import PATCHES, patched
+from ..patches import ON_CUDA, PATCHES, patched
 from ..patches.patch_report import serving
 from ..plan.array_layout import ArrayLayout, LayoutError
 from ..upstream import Probed, probed
@@ -201,7 +201,8 @@ def _forward(data: str, model: nn.Module) -> Forward:
 
 def _import_what_is_patched() -> list[str]:
     """Import every module that patches change; return a sentence on each package or module that is not there."""
-    modules = sorted({patch.module for patch in PATCHES})
+    # The records of GPUs name every model of mlx-lm that holds the recurrence.
+    modules = sorted({patch.module for patch in (*PATCHES, *ON_CUDA)})
     packages = sorted({module.partition(".")[0] for module in modules})
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     absent = [f"{package.replace('_', '-')} is not installed" for package in missing]

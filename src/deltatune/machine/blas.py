@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import environment
+from .packages import versions
 from .threads import Threads, choose, product, share
 
 PREFIX = "scipy_"
@@ -61,13 +63,17 @@ def status() -> Status:
 
 
 def load() -> Status:
-    """Bind MLX to OpenBLAS if that is useful and possible, and warn if it is not possible. Later calls do nothing."""
+    """Bind MLX to OpenBLAS if that is useful and possible. Later calls do nothing."""
     global _status
     if _status is None:
         _status = _load()
-        if _status.name == "system" and not _status.expected:
-            warnings.warn(_status.detail, BlasWarning, stacklevel=2)
     return _status
+
+
+def warn() -> None:
+    """Warn if load() would have bound MLX to OpenBLAS and could not."""
+    if status().name == "system" and not status().expected:
+        warnings.warn(status().detail, BlasWarning, stacklevel=2)
 
 
 def use_threads(number: int, why: str) -> bool:
@@ -104,8 +110,7 @@ def _load() -> Status:
         return Status("system", "this MLX build is not the CPU wheel", expected=True)
     source = _wheel_library()
     if source is None:
-        missing = "the scipy-openblas32 wheel is not installed: pip install 'deltatune[cpu]' for a fast CPU BLAS."
-        return Status("system", missing)
+        return Status("system", "scipy-openblas32 is not installed: pip install 'deltatune[cpu]' for a fast CPU BLAS.")
     return _bind(source)
 
 
@@ -126,11 +131,7 @@ def _bind(source: Path) -> Status:
 
 
 def _mlx_has_cpu_wheel() -> bool:
-    try:
-        importlib.metadata.version("mlx-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return bool(versions(["mlx-cpu"]))
 
 
 def _wheel_library() -> Path | None:
@@ -183,8 +184,5 @@ def _patchelf() -> str:
 
 def _exported(library: Path) -> list[str]:
     """Return all strings in the file that look like prefixed symbols; renaming one that is not a symbol is harmless."""
-    names = set()
-    for chunk in library.read_bytes().split(b"\0"):
-        if chunk.startswith(PREFIX.encode()) and len(chunk) < 200 and chunk.isascii():
-            names.add(chunk.decode())
-    return sorted(name for name in names if name.isidentifier())
+    names = re.findall(rb"(?<=\0)" + PREFIX.encode() + rb"\w{1,190}(?=\0)", library.read_bytes())
+    return sorted({name.decode() for name in names})

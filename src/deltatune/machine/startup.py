@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
         # MLX's CPU thread inherits the handling of subnormal numbers, and the BLAS, from the moment at which it starts.
         with _flushed():
             blas.load()
+            if not is_command_line():
+                blas.warn()
             environment.keep_numpy_in_one_thread()
             _start_mlx()
     except UserError as error:
@@ -59,10 +62,11 @@ def prepare(implementations: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise the error that `prepare` kept, or a UserError for a variable that was set since to an unknown value."""
+    """Raise the error that `prepare` kept, or one for a variable set since to an unknown value; warn of a slow BLAS."""
     if _problem is not None:
         raise _problem
     environment.check(implementations)
+    blas.warn()
 
 
 def leave_torch_out(*, own_process: bool = False) -> None:
@@ -97,8 +101,7 @@ class _WithoutTorch:
 def hide_torch() -> None:
     """Let imports of PyTorch fail, and importlib.util.find_spec return None for it; do nothing if it is imported.
 
-    An entry None in sys.modules would do the same in one line. But packages such as datasets and SciPy import whatever
-    has an entry there, and that import would then fail.
+    An entry None in sys.modules would not do: packages such as datasets and SciPy import whatever has one.
     """
     if "torch" not in sys.modules and importlib.util.find_spec("torch") is not None:
         sys.meta_path[:] = [_WithoutTorch(finder) for finder in sys.meta_path]
@@ -141,10 +144,12 @@ def _start_mlx() -> None:
         import mlx.core as mx
     except ImportError as error:
         # The package mlx alone holds no library for Linux: the extras bring one for each kind of device.
+        lacks = re.match(r"(?!libmlx)(lib\w+)\S*: cannot open", str(error))
+        system = f" If {lacks[1]} is the system's, install it there (Debian: libblas3, liblapack3)." if lacks else ""
         raise MissingBackendError(
             f"MLX cannot be loaded ({first_line(error)}). Install it for your device: on Linux "
             "pip install 'deltatune[cpu]', or for NVIDIA GPUs 'deltatune[cuda13]' or 'deltatune[cuda12]'; on macOS "
-            "pip install --force-reinstall mlx."
+            f"pip install --force-reinstall mlx.{system}"
         ) from error
     if _may_be_slow():
         mx.eval(mx.add(mx.array(1.0), mx.array(1.0), stream=mx.cpu))

@@ -64,10 +64,8 @@ def check_packing(model: nn.Module, longest: int) -> None:
     """Refuse a model whose packed documents do not get the logits that each of them gets alone.
 
     The model runs with drawn weights in fp32, so that neither its own weights nor its dtype can hide an influence, on
-    short rows. Lengths in its config, such as windows, that training on rows of `longest` tokens exceeds are lowered,
-    so that these rows exceed them too. The second document of a row must have the same logits whatever the first one
-    contains, and those that it has in a row of its own. Call it while the patches are applied. The model holds the same
-    arrays and lengths afterwards.
+    short rows; lengths in its config, such as windows, that training on rows of `longest` tokens exceeds are lowered.
+    Call it while the patches are applied. The model holds the same arrays and lengths afterwards.
     """
     layers = describe(model)
     mamba = [
@@ -207,15 +205,11 @@ def _distances(logits: mx.array, others: mx.array) -> list[float]:
 
 @contextmanager
 def _drawn_weights(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the context, every weight of `model` is a drawn one, floating-point weights in fp32.
+    """Within the context, every weight of `model` but those of adapters is a drawn one, floating-point ones in fp32.
 
-    Its own weights may hide the effect of its layers: those with an output projection of zero pass nothing on, and 16
-    bits round small differences away.
-
-    Afterwards the model holds the arrays that it held before. The arrays of adapters are not drawn, since an adapter
-    computes each token by itself. Each layer holds its drawn weights while it is called, and its result is computed
-    before it returns, so that there is room for one layer's weights in fp32 and not for the model's. A layer holds the
-    same ones in every call.
+    Its own weights may hide the effect of its layers: an output projection of zero passes nothing on, and 16 bits round
+    small differences away. Each layer holds its drawn weights, the same ones in every call, while it is called, and its
+    result is computed before it returns, so that there is room for one layer's weights in fp32.
     """
     table = mx.random.uniform(-1, 1, (_PERIOD,), key=mx.random.key(0))
     inside = {id(module) for layer in layers for module in layer.modules()}

@@ -95,10 +95,9 @@ class Head(nn.Module):
 def split_head(model: nn.Module, *, compare: bool = True) -> Split:
     """Split a language model and verify on two tokens that its parts give the model's logits, bit for bit.
 
-    The model takes tokens [B, T] and returns logits, as an array or as `output.logits`. Call it after adapters are
-    added: modules that are replaced later are not noticed. The backbone passes further keyword arguments on to the
-    model. Without `compare` nothing is computed, and weights that were loaded lazily are not read. The result is
-    Split(None, None, reason) for a model that cannot be split.
+    The model takes tokens [B, T] and returns logits, as an array or as `output.logits`; the backbone passes further
+    keyword arguments on. Call it after adapters are added: modules that are replaced later are not noticed. Without
+    `compare` nothing is computed; the result is Split(None, None, reason) for a model that cannot be split.
     """
     chain = _ancestors(model)
     tokens = mx.array([[1, 2]])

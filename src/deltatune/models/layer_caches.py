@@ -41,10 +41,9 @@ def repeat_row(caches: Sequence[Any], rows: int) -> None:
 def carries(model: nn.Module, layers: Sequence[LayerInfo]) -> list[Carry | None]:
     """Return the carry of each layer of describe(); None for a layer that runs on whole rows only.
 
-    mlx-lm reads every long prompt piece by piece through such caches. Which cache a layer is given, and whether it
-    returns its rows alone, is seen in a forward pass without an evaluation. A layer that decodes without one carries
-    nothing: its tokens do not see one another. Layers of mlx-vlm take positions besides, windows and Mamba's first kind
-    have caches of other kinds, and layers that share keys and values have one between them, so they run on whole rows.
+    Which cache a layer is given in decoding, and whether it returns its rows alone, is seen in a forward pass without
+    an evaluation; a layer that decodes without one carries nothing. Layers of mlx-vlm take positions besides, windows
+    and Mamba's first kind have caches of other kinds, and shared keys and values belong to several layers.
     """
     if not type(model).__module__.startswith("mlx_lm."):
         return [None] * len(layers)

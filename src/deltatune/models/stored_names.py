@@ -22,8 +22,8 @@ from ..errors import UserError
 from ..lora.select import MTP
 from ..machine.host_memory import as_numpy
 from ..ops.functional import is_floating
+from .adapted_base import head_sanitizer
 from .checkpoint_files import weight_files
-from .mtp import head_sanitizer
 from .transformers_configs import with_joined_experts, with_released_names
 from .vision.split import has_vision
 

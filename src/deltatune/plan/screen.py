@@ -8,8 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ..train.reports.columns import three_digits
-from ..train.reports.screen import WIDEST, Fact, panel
+from ..train.reports.screen import WIDEST, Fact, panel, three_digits
 from .checkpoints import Choice
 from .device_limits import DeviceLimits
 from .forecast import Forecast, Moment

@@ -56,7 +56,8 @@ def largest(
 
     Memory grows with the value, so the next one tried is where the parabola through the plans meets the limit, or 99 %
     of it where a step is less than 2 % of the value. The search then ends with a plan of 98 %; and always within 2 % of
-    a value that does not fit, or of that place once a plan was foreseen within 1 %.
+    a value that does not fit, or of that place once a plan was foreseen within 1 %; or where the curve through three
+    plans tells that the next value takes 3 % more than there is.
 
     `known` are plans that exist already, by value, to which those that `attempt` makes are added, so many at most.
     `fixed` is the memory of any value, as a plan for the value 0 would have it.
@@ -83,6 +84,8 @@ def largest(
         near = full or (foreseen and good and wanted < most and (wanted - good) * 50 <= good)
         if low > high or near or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break
+        if good and len(points) > 2 and low > wanted and limits.bytes and 100 * _told(points, low) > 103 * limits.bytes:
+            break
         value = min(max(wanted, low), high) if good or fixed is not None else step
         known[value] = attempt(value)
         foreseen = len(points) > 1 and _foreseen(points, value, known[value])
@@ -108,8 +111,12 @@ def _guess(plans: Mapping[float, Forecast], limits: DeviceLimits, low: int, high
 
 def _foreseen(points: Mapping[float, Forecast], value: int, plan: Forecast) -> bool:
     """Whether the curve through other plans told the memory of this one within 1 %."""
-    curve = _curve(sorted((at, other.bytes.amount) for at, other in points.items())[-3:], value)
-    return abs(curve - plan.bytes.amount) * 100 <= plan.bytes.amount
+    return abs(_told(points, value) - plan.bytes.amount) * 100 <= plan.bytes.amount
+
+
+def _told(points: Mapping[float, Forecast], value: int) -> float:
+    """The bytes of a value by the curve through the three largest plans."""
+    return _curve(sorted((at, other.bytes.amount) for at, other in points.items())[-3:], value)
 
 
 def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> int:
@@ -119,6 +126,10 @@ def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> 
     nearest = sorted(points, key=lambda point: abs(point[1] - limit))[:3]
     if _bends_down(sorted(nearest)):
         nearest = nearest[:2]
+    (_, before), (_, after) = sorted(nearest)[-2:]
+    if after <= before:
+        # Another cut into pieces may take less; all in all, memory grows.
+        nearest = [min(points), max(points)]
     first, last = low, high
     if _curve(nearest, high) <= limit:
         return high

@@ -130,12 +130,13 @@ class Before(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """A step that was not traced yet; `arrays` exist before it, in buffers that some share."""
+    """A step that was not traced yet; `arrays` with these `nodes` exist before it, in buffers that some share."""
 
     step: Step
     sums: Sums
     moments: list[mx.array]
     arrays: list[mx.array]
+    nodes: list[Node]
     shared_buffers: list[list[int]]
     before: Before
 
@@ -156,14 +157,15 @@ def _start(
         arrays += _leaves(teacher.state)
     shared_buffers = _shared_buffers(step, model, layout)
     machine = Simulation(layout, backend.here(PACES))
-    machine.add_leaves(read(layout, arrays, _addresses(layout, arrays)), shared_buffers)
+    nodes = read(layout, arrays, _addresses(layout, arrays))
+    machine.add_leaves(nodes, shared_buffers)
     parameters = _leaves(model.parameters())
     groups = {"parameters": parameters, "gradients": _leaves(step.parameters()), "moments": moments}
     counts = {name: len(arrays) for name, arrays in groups.items()}
     counts["parameters"] -= sum(len(group) - 2 for group in shared_buffers)
     sizes = {name: sum(array.nbytes for array in arrays) for name, arrays in groups.items()}
     before = Before(Amount(machine.live_bytes, machine.live), counts, sizes)
-    return _Start(step, sums, moments, arrays, shared_buffers, before)
+    return _Start(step, sums, moments, arrays, nodes, shared_buffers, before)
 
 
 def before_step(model: nn.Module, config: TrainConfig, layout: ArrayLayout) -> Before:
@@ -211,7 +213,7 @@ def trace_step(
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         sources = _constants(all_nodes(read(layout, _leaves(batch), existing)), existing)
         known = {node.address for node in [*sources, *(node for node in graphs if node.kind)]}
-        held = read(layout, existing_arrays, existing) + sources
+        held = start.nodes + sources
         held += _constants(graphs, existing | known) + _constants(all_nodes(update_nodes), evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the last graph has read them.
         phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..models.adapted_base import two_ahead
 from ..models.head import PIECE
-from ..models.mtp import two_ahead
 from ..ops import segments
 from ..ops.cross_entropy import linear_cross_entropy
 from ..options.config import TrainConfig

@@ -128,12 +128,8 @@ def test_plain_text_marks_target_tokens(tokenizer, folder):
     assert "⟦an \\x1b[31manswer ü😀⟧⟦<|im_end|>⟧⟦\\n\n⟧" in text
     assert "⟦two\\n\nlines⟧⟦<|im_end|>⟧" in text
     assert "\x1b" not in text
-
-
-def test_counts_of_tokens(tokenizer, folder):
-    text = shown(tokenizer, folder(train=ROWS[1:]), terminal=False)
-    example = load_datasets(folder(train=ROWS[1:]), tokenizer).train[0]
-    assert f"train.jsonl:1: {len(example.tokens)} tokens, {example.targets.sum()} count in the loss" in text
+    example = load_datasets(config, tokenizer).train[1]
+    assert f"train.jsonl:2: {len(example.tokens)} tokens, {example.targets.sum()} count in the loss" in text
 
 
 def test_a_terminal_gets_colours_and_no_escape_of_the_datas(tokenizer, folder):
@@ -142,12 +138,10 @@ def test_a_terminal_gets_colours_and_no_escape_of_the_datas(tokenizer, folder):
     assert "\x1b[1;32m" in text
     assert "\x1b[31m" not in text
     assert "\\x1b[31manswer" in text
-
-
-@pytest.mark.parametrize("console", [{"color_system": None}, {"no_color": True}], ids=["TERM=dumb", "NO_COLOR"])
-def test_a_terminal_without_colours_gets_brackets(console, tokenizer, folder):
-    text = shown(tokenizer, folder(train=ROWS, batch_size=2), terminal=True, **console)
-    assert "⟦two\\n\nlines⟧" in text.replace("\x1b[0m", "")
+    # TERM=dumb and NO_COLOR ask for brackets.
+    for console in ({"color_system": None}, {"no_color": True}):
+        text = shown(tokenizer, folder(train=ROWS, batch_size=2), terminal=True, **console)
+        assert "⟦two\\n\nlines⟧" in text.replace("\x1b[0m", "")
 
 
 def test_packed_rows_show_each_document(tokenizer, folder):
@@ -306,7 +300,6 @@ def test_a_batch_is_shown_once_and_then_taken():
     assert order.state() == {"at": 1}
     assert (next(order), order.state()) == (2, {"at": 2})
     assert next(order) == 3
-
     # Going back forgets it.
     order = PeekableOrder(Counting())
     order.peek()

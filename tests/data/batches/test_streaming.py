@@ -230,8 +230,16 @@ def test_options_that_need_the_whole_data(options, message):
     assert TrainConfig(**options).streaming is False
 
 
+UNSTREAMED = {
+    "a row with an image": r"train.jsonl:1: .*; images and videos cannot be streamed",
+    "no row": r"train.jsonl: no row in it",
+    "a bad line later": r"train.jsonl:13: not JSON",
+    "no training data": r"train.jsonl: no such data; it is needed to train",
+}
+
+
 @pytest.mark.bad_input("`streaming`: {what}")
-@pytest.mark.parametrize("what", ["a row with an image", "no row", "a bad line later", "no training data"])
+@pytest.mark.parametrize("what", UNSTREAMED)
 def test_data_that_cannot_be_streamed(order, folder, what):
     file = folder / "train.jsonl"
     if what == "a row with an image":
@@ -240,12 +248,7 @@ def test_data_that_cannot_be_streamed(order, folder, what):
         file.unlink()
     else:
         file.write_text("\n" if what == "no row" else '{"text": "a dog"}\n' * 12 + "{\n")
-    message = {
-        "a row with an image": r"train.jsonl:1: .*; images and videos cannot be streamed",
-        "no row": r"train.jsonl: no row in it",
-        "a bad line later": r"train.jsonl:13: not JSON",
-        "no training data": r"train.jsonl: no such data; it is needed to train",
-    }[what]
+    message = UNSTREAMED[what]
     if what == "a bad line later":
         batches = order()
         taken(batches, 3)

@@ -40,9 +40,26 @@ def counted(tokenizer, messages, **options) -> list[list[str]]:
     return rows
 
 
-def test_every_assistant_turn_counts(tokenizer):
-    assert counted(tokenizer, CONVERSATION) == [["an answer<|im_end|>\n", "the second<|im_end|>\n"]]
-    assert counted(tokenizer, CONVERSATION[:3]) == [["an answer<|im_end|>\n"]]
+BOTH = [["an answer<|im_end|>\n", "the second<|im_end|>\n"]]
+COUNTED = {
+    "every turn": ("plain", CONVERSATION, BOTH),
+    "a question at the end": ("plain", CONVERSATION[:3], [BOTH[0][:1]]),
+    "a result of a tool": ("plain", [QUESTION, ANSWER, {"role": "tool", "content": "42"}, SECOND], BOTH),
+    "turns in a row": ("plain", [QUESTION, ANSWER, SECOND], BOTH),
+    "blocks of the template": ("generation", CONVERSATION, [["an answer<|im_end|>", "the second<|im_end|>"]]),
+    "a token that closes the conversation": (
+        "closing", CONVERSATION, [["an answer<|im_end|>\n", "the second<|im_end|>\n<|endoftext|>"]],
+    ),
+    "reasoning, and not its opening tag": (
+        "thinking", [QUESTION, ANSWER | THOUGHT], [["so\n</think>\n\nan answer<|im_end|>\n"]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_turns_of_the_assistant_count(tokenizers, name):
+    template, messages, expected = COUNTED[name]
+    assert counted(tokenizers(template), messages) == expected
 
 
 def test_the_last_turn_alone_counts_when_asked(tokenizer, tokenizers):
@@ -71,27 +88,6 @@ def test_weight_0_leaves_a_turn_out_and_changes_no_token(tokenizer, tokenizers):
     assert counted(tokenizer, [QUESTION, ANSWER | {"weight": None}]) == [["an answer<|im_end|>\n"]]
     with pytest.raises(UserError, match=r'file:1: message 2: expected "weight" 0 or 1, got 0.5'):
         counted(tokenizer, [QUESTION, ANSWER | {"weight": 0.5}])
-
-
-def test_the_templates_own_generation_blocks_decide(tokenizers):
-    assert counted(tokenizers("generation"), CONVERSATION) == [["an answer<|im_end|>", "the second<|im_end|>"]]
-
-
-def test_turns_in_a_row_and_tool_results(tokenizer):
-    result = {"role": "tool", "content": "42"}
-    both = [["an answer<|im_end|>\n", "the second<|im_end|>\n"]]
-    assert counted(tokenizer, [QUESTION, ANSWER, result, SECOND]) == both
-    assert counted(tokenizer, [QUESTION, ANSWER, SECOND]) == both
-
-
-def test_a_token_that_closes_the_conversation_alone(tokenizers):
-    assert counted(tokenizers("closing"), CONVERSATION) == [
-        ["an answer<|im_end|>\n", "the second<|im_end|>\n<|endoftext|>"]
-    ]
-
-
-def test_reasoning_counts_and_its_opening_tag_does_not(tokenizers):
-    assert counted(tokenizers("thinking"), [QUESTION, ANSWER | THOUGHT]) == [["so\n</think>\n\nan answer<|im_end|>\n"]]
 
 
 def test_an_answer_without_reasoning_follows_the_prompt_without_thinking(tokenizers):

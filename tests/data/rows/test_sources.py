@@ -57,11 +57,9 @@ def test_lines_with_their_numbers(tmp_path):
 def test_bad_lines_are_named(tmp_path, line, message):
     with pytest.raises(UserError, match=rf"train.jsonl:3: .*{message}"):
         lines(tmp_path, b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
-
-
-def test_columns_behind_a_byte_order_mark(tmp_path):
-    with pytest.raises(UserError, match=r"train.jsonl:1: not UTF-8 .byte 0xe4 at column 11."):
-        lines(tmp_path, b'\xef\xbb\xbf{"text": "\xe4"}\n')
+    # Columns are counted behind a byte order mark.
+    with pytest.raises(UserError, match=rf"train.jsonl:1: .*{message}"):
+        lines(tmp_path, b"\xef\xbb\xbf" + line)
 
 
 def parquet(folder, **splits):
@@ -150,13 +148,6 @@ def test_splits_that_are_missing(tmp_path, tokenizer, folder):
     config = dataclasses.replace(folder(hf_dataset={"path": path}), test=True)
     with pytest.raises(UserError, match="test_split is needed to test"):
         load_datasets(config, tokenizer)
-
-
-def test_a_hub_name_out_of_reach_is_one_message():
-    with pytest.raises(
-        UserError, match="nobody/nothing: no such data, neither a folder here nor a data set of the Hugging"
-    ):
-        hugging_face("nobody/nothing")
 
 
 @pytest.mark.bad_input("Parquet and Arrow files that are damaged or incomplete")

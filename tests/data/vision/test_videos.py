@@ -79,12 +79,6 @@ ROWS = [
 ]
 
 
-def test_every_token_but_the_videos_counts_without_mask_prompt(write, read):
-    write(chat(video="a.avi"))
-    (example,) = read(mask_prompt=False).train
-    assert (example.targets[1:] == (example.tokens[1:] != VIDEO)).all()
-
-
 def upstream(loaded, folder, text, videos, images):
     from mlx_vlm.utils import VideoSampling, prepare_inputs
 
@@ -117,6 +111,8 @@ def test_tokens_and_patches_are_those_of_mlx_vlm(write, read, folder, loaded, ca
     positions, _ = loaded.model.language_model.get_rope_index(expected["input_ids"], *grids)
     positions = np.broadcast_to(np.array(positions), (3, 1, len(example.tokens)))
     np.testing.assert_array_equal(example.pictures.positions, positions[:, 0])
+    (whole,) = read(mask_prompt=False).train
+    assert (whole.targets[1:] == ~np.isin(whole.tokens[1:], (IMAGE, VIDEO))).all()
     batch = next(BatchOrder([example], 1, 2048))
     held = [example.pictures.reader.read(value, "a test")[0] for value in example.pictures.values]
     assert batch.images.patches.shape[0] >= sum(picture.grid[0] for picture in held)

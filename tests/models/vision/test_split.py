@@ -14,7 +14,6 @@ from PIL import Image
 import other_towers
 import vision
 from checkpoint_copies import copied, rewritten
-from deltatune import cli
 from deltatune.data import Batch
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
@@ -206,52 +205,51 @@ def test_missing_parts_are_named(tiny_vision_checkpoint, tmp_path):
         load(damaged, image="x:1")
 
 
-def test_a_processor_that_needs_torch_says_what_to_install(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
-    from mlx_vlm import utils
-
-    def needs(*_, **__):
-        raise ImportError("Qwen2VLImageProcessorFast requires the Torchvision library but it was not found.")
-
-    monkeypatch.setattr(utils, "load_processor", needs)
-    path = tiny_vision_checkpoint("qwen3_vl")
-    with pytest.raises(UserError, match="pip install torch torchvision"):
-        load(path, image="x:1")
-    one_message(path, tmp_path, capsys, "Qwen2VLImageProcessorFast requires the Torchvision library")
+def needs_torchvision(path, **_):
+    raise ImportError("Qwen2VLImageProcessorFast requires the Torchvision library but it was not found.")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here: nothing is missing")
-def test_transformers_own_processor_needs_torch_and_it_is_said(tiny_vision_checkpoint, monkeypatch, tmp_path, capsys):
-    """transformers' processor includes a video processor, which needs PyTorch. mlx-vlm's has none."""
-    from mlx_vlm import utils
+def transformers_own(path, **_):
+    """It includes a video processor, which needs PyTorch. mlx-vlm's has none."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    def theirs(path, **_):
-        return Qwen3VLProcessor.from_pretrained(path)
-
-    monkeypatch.setattr(utils, "load_processor", theirs)
-    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, r"Qwen\dVL[A-Za-z]* requires")
+    return Qwen3VLProcessor.from_pretrained(path)
 
 
-def test_a_processor_that_needs_torch_only_to_cut_images_is_one_message(
-    tiny_vision_checkpoint, monkeypatch, tmp_path, capsys
+class Cutter:
+    """A processor that needs PyTorch only to cut images."""
+
+    def __init__(self, path, **_):
+        pass
+
+    def image_processor(self, *_, **__):
+        raise ImportError("resize requires the PyTorch library but it was not found.\nInstall it.")
+
+
+torch_is_here = pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="nothing is missing")
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (needs_torchvision, "Qwen2VLImageProcessorFast requires the Torchvision library"),
+        pytest.param(transformers_own, r"Qwen\dVL[A-Za-z]* requires", marks=torch_is_here),
+        (Cutter, "train.jsonl:1: .*resize requires the PyTorch"),
+    ],
+)
+def test_a_processor_that_needs_torch_says_what_to_install(
+    tiny_vision_checkpoint, monkeypatch, tmp_path, run, processor, words
 ):
+    """`train` on a picture ends with one line, which names packages to install."""
     from mlx_vlm import utils
 
-    class Processor:
-        def image_processor(self, *_, **__):
-            raise ImportError("resize requires the PyTorch library but it was not found.\nInstall it.")
-
-    monkeypatch.setattr(utils, "load_processor", lambda *_, **__: Processor())
-    one_message(tiny_vision_checkpoint("qwen3_vl"), tmp_path, capsys, "train.jsonl:1: .*resize requires the PyTorch")
-
-
-def one_message(model, folder, capsys, words):
-    """Assert that `train` on a picture ends with exit code 2, and names `words` and packages to install in one line."""
-    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    monkeypatch.setattr(utils, "load_processor", processor)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     row = {"image": "a.png", "prompt": "what?", "completion": "black"}
-    (folder / "train.jsonl").write_text(json.dumps(row))
-    assert cli.main(["train", "--model", str(model), "--data", str(folder), "--adapter-path", str(folder / "out")]) == 2
-    error = capsys.readouterr().err
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    flags = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--adapter-path", tmp_path / "out"]
+    code, _, error = run("train", *flags)
+    assert code == 2
     assert re.fullmatch(rf"deltatune: [^\n]*{words}[^\n]*pip install torch torchvision[^\n]*\n", error)
 
 

@@ -4,7 +4,6 @@ Every GPU runs the portable text, which is Metal's here. Hopper has a kernel of 
 """
 
 from functools import partial
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -273,13 +272,13 @@ def test_operands_that_start_anywhere(kind, transpose, on_hopper):
 
 
 # Each defect: the text, and what replaces it. These are for the portable text.
-DEFECTS = defects("expert product")
+DEFECTS = defects("expert product", PORTABLE)
 # Hopper's: of every product, which is added onto another here, with experts of a second group of lanes.
-OF_HOPPER = defects("expert product on Hopper")
+OF_HOPPER = defects("expert product on Hopper", HOPPER)
 # Of the part of a tile that is an adapter's, whose factor is stored by inputs.
-OF_ADAPTERS = defects("expert product on Hopper, adapters")
+OF_ADAPTERS = defects("expert product on Hopper, adapters", HOPPER)
 # Of unpacking.
-OF_PACKED = defects("expert product on Hopper, packed")
+OF_PACKED = defects("expert product on Hopper, packed", HOPPER)
 PLANTED = [
     *((kind, name) for kind, names in (("any", DEFECTS), ("hopper", OF_HOPPER)) for name in names),
     *((kind, name) for kind, names in (("adapter", OF_ADAPTERS), ("packed", OF_PACKED)) for name in names),
@@ -309,10 +308,6 @@ def wrongly(kind: str, text: str, run, on_hopper) -> bool:
     return not within(on_hopper(case, adapter is None, text, onto=case.dy, adapter=adapter), truth)
 
 
-def test_planted_defects_have_their_places():
-    assert all(planted(*defect) for defect in PLANTED)
-
-
 @pytest.mark.parametrize(("kind", "name"), some_daily(PLANTED))
 def test_a_planted_defect_shows(kind, name, run, on_hopper):
     """A fault comes from the run and not from the compiler."""
@@ -321,7 +316,7 @@ def test_a_planted_defect_shows(kind, name, run, on_hopper):
 
 
 # Each leaves what was in shared memory in the place of an operand's padding.
-UNPADDED = defects("expert product on Hopper, padding")
+UNPADDED = defects("expert product on Hopper, padding", HOPPER)
 
 
 @pytest.mark.parametrize("defect", [None, *UNPADDED])
@@ -368,15 +363,6 @@ def test_the_verdicts_on_kernels(defect, product, gradient, machine, gpu, caplog
     assert tried() == [not product] * 4 + [not gradient] * 2
     assert len(caplog.records) == 4 * product + 2 * gradient
     assert ("MLX's own products serve instead" in caplog.text) == (defect is not None)
-
-
-def test_the_verdict_where_no_kernel_runs(gpu, caplog):
-    def fails(_: Launch):
-        raise RuntimeError("no such GPU")
-
-    gpu(SimpleNamespace(run=fails))
-    assert tried() == [False] * 6
-    assert "no such GPU" in caplog.text
 
 
 @pytest.mark.parametrize(

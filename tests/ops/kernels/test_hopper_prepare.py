@@ -137,12 +137,7 @@ def test_other_orders_of_the_lanes_give_the_same_bits(worst, table):
     assert worst(case, seed=1) == worst(case, seed=2)
 
 
-READ = "  // The other warp has read the tiles of N that this one now overwrites, and has put tile (3, 2) of Z.\n"
-DEFECTS = defects("gated delta on Hopper, prepare")
-
-
-def test_planted_defects_have_their_places(host_module):
-    assert all(host_module.plant(TEXT, *defect) for defect in DEFECTS.values())
+DEFECTS = defects("gated delta on Hopper, prepare", TEXT)
 
 
 @pytest.mark.parametrize("name", some_daily(DEFECTS))

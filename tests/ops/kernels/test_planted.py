@@ -17,8 +17,11 @@ KERNELS = {
     "reverse": "reverse_chunks",
     "gradients": "gated_delta_gradients",
 }
+TEXT = header("metal", FILES)
 # Each defect: the kernel, the text, and what replaces it.
-DEFECTS = defects("gated delta")
+DEFECTS = defects("gated delta", TEXT)
+# Defects that no largest error shows: the text, and what replaces it.
+TAILS = defects("gated delta, gradient of the gates", TEXT)
 
 
 @pytest.fixture
@@ -40,13 +43,12 @@ BOUND = fused_bound(2e-6, "bfloat16")
 
 def at_first_barrier(kernel: str, instead: str) -> str:
     """Return the text with another statement in place of the kernel's first barrier."""
-    text = header("metal", FILES)
-    start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
-    return text[:start] + re.sub(r"\bbarrier\(\);", instead, text[start:], count=1)
+    start = re.search(rf"\b{KERNELS[kernel]}\(Place", TEXT).end()
+    return TEXT[:start] + re.sub(r"\bbarrier\(\);", instead, TEXT[start:], count=1)
 
 
 def test_the_unchanged_text_passes(planted):
-    assert not planted("scan", header("metal", FILES) + "\n")
+    assert not planted("scan", TEXT + "\n")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -57,12 +59,10 @@ def test_a_removed_barrier(kernel, planted):
 @pytest.mark.parametrize("kernel", ["scan", "reverse"])
 def test_a_removed_group_barrier(kernel, watching, host_module, host_folder, on_host, table):
     """Removes the last group barrier, before lanes write out results of others. Only the watch sees it."""
-    text = header("metal", FILES)
-    start = re.search(rf"\b{KERNELS[kernel]}\(Place", text).end()
-    end = text.index("store_state", start)
-    place = text.rindex("group_barrier();", start, end)
-    wrong = host_module.HostMachine(host_folder, text[:place] + text[place + len("group_barrier();") :], watch=True)
-
+    start = re.search(rf"\b{KERNELS[kernel]}\(Place", TEXT).end()
+    end = TEXT.index("store_state", start)
+    place = TEXT.rindex("group_barrier();", start, end)
+    wrong = host_module.HostMachine(host_folder, TEXT[:place] + TEXT[place + len("group_barrier();") :], watch=True)
     mixed = host_module.OneKernelReplaced(f"gated_delta_{kernel}", wrong, watching)
     case = table.Case("planted", batch=1, length=70, key_size=24, value_size=40, mask="middle", segments=True)
     with pytest.raises(host_module.HostError, match="no barrier between them"):
@@ -78,23 +78,14 @@ def test_a_barrier_that_half_the_lanes_reach(kernel, planted, host_module):
 @pytest.mark.parametrize("name", some_daily(DEFECTS))
 def test_fails_or_is_refused(name, planted, host_module):
     kernel, *defect = DEFECTS[name]
-    text = host_module.plant(header("metal", FILES), *defect)
+    text = host_module.plant(TEXT, *defect)
     assert host_module.shows(lambda: planted(kernel, text))
-
-
-# Defects that no largest error shows: the text, and what replaces it.
-TAILS = defects("gated delta, gradient of the gates")
-
-
-def test_planted_defects_have_their_places(host_module):
-    changes = [*(defect for _, *defect in DEFECTS.values()), *TAILS.values()]
-    assert all(host_module.plant(header("metal", FILES), *change) for change in changes)
 
 
 @pytest.mark.parametrize("name", some_daily(TAILS))
 def test_defect_that_only_the_gradient_of_the_gates_shows(name, host_module, host_folder, on_host, norms, table):
     old, new = TAILS[name]
-    wrong = host_module.HostMachine(host_folder, host_module.plant(header("metal", FILES), old, new))
+    wrong = host_module.HostMachine(host_folder, host_module.plant(TEXT, old, new))
     sizes = {"batch": 1, "length": 65, "repeats": 1, "key_size": 24, "value_size": 40}
     case = table.Case("planted", **sizes, keys="near", gates="open", beta=1.9, bound=OVERSHOOTING)
     assert not norms(*on_host(wrong, case, mx.bfloat16))["log_g"] <= fused_bf16_norm(0.0)
@@ -102,9 +93,7 @@ def test_defect_that_only_the_gradient_of_the_gates_shows(name, host_module, hos
 
 def test_a_state_in_fp32_that_is_rounded_at_every_product(host_module, host_folder, on_host, norms, table):
     old = "add_separately = !CHANNEL && sizeof(In) == 4"
-    wrong = host_module.HostMachine(
-        host_folder, host_module.plant(header("metal", FILES), old, "add_separately = false")
-    )
+    wrong = host_module.HostMachine(host_folder, host_module.plant(TEXT, old, "add_separately = false"))
     sizes = {"batch": 1, "length": 300, "repeats": 1, "key_size": 128, "value_size": 128}
     relative = norms(*on_host(wrong, table.Case("planted", **sizes, gates="open"), mx.float32))
     assert min(relative["state"], relative["initial_state"]) > FUSED_STATE_NORM

@@ -29,20 +29,11 @@ def arguments(**changes) -> dict[str, mx.array]:
     return arrays | changes
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": mx.zeros((2, 70, 8))}, r"linear_attention: q must have 4 dimensions \[B, T, H, D\], got shape"),
-        ({"v": mx.zeros((2, 70, 3, 6))}, "linear_attention: v must have a multiple of k's 2 heads, got 3"),
-        ({"log_g": mx.zeros((2, 70, 2))}, r"linear_attention: log_g must have shape \[2, 70, 4\], got \[2, 70, 2\]"),
-        ({"initial_state": mx.zeros((2, 4, 16, 6))}, r"initial_state must have shape \[2, 4, 6, 16\]"),
-        ({"mask": mx.ones((2, 70))}, "linear_attention: mask must be bool, got mlx.core.float32"),
-        ({"segments": mx.zeros((2, 70))}, "linear_attention: segments must be integers, got mlx.core.float32"),
-    ],
-)
-def test_refuses_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
-        linear_attention(**arguments(**changes))
+@pytest.mark.parametrize("name", ["q", "initial_state", "mask", "segments"])
+def test_refuses_by_name(name):
+    """The arguments are checked as gated_delta's are."""
+    with pytest.raises(ValueError, match=rf"linear_attention: {name} must"):
+        linear_attention(**arguments(**{name: mx.zeros((2, 7, 8))}))
 
 
 @pytest.mark.parametrize("name", ["naive", "chunk"])

@@ -4,7 +4,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import relative_error
 from deltatune.ops.pointwise import scored_swiglu
 
@@ -40,15 +39,3 @@ def test_the_same_by_operations():
     hidden, inner, dscore = scored_swiglu.with_mlx(lambda g, x: g * mx.sigmoid(g) * x, [gate, x], d, score[:, None])
     for array, expected in zip([hidden, *inner, dscore], truth(*arrays), strict=True):
         np.testing.assert_allclose(np.array(array), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("wrong", ["hidden", "dgate", "dx", "dscore"])
-def test_a_kernel_that_is_wrong_does_not_serve(wrong, execute, caplog):
-    def off(launch):
-        results = dict(zip(launch.outputs, execute(launch), strict=True))
-        results[wrong] = results[wrong] * 1.1
-        return list(results.values())
-
-    assert kernel_operator.agrees(scored_swiglu.trial_case(mx.float32), execute)
-    assert not kernel_operator.agrees(scored_swiglu.trial_case(mx.float32), off)
-    assert "experts' gradients of" in caplog.text

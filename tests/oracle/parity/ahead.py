@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from deltatune.models.adapted_base import add_head
 from deltatune.models.load import load_model
-from deltatune.models.mtp import add_head
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import seeded
 from deltatune.selftest.parity.cases import Adapters, ParityCase, ParityRun

@@ -28,10 +28,9 @@ def kept(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "where"),
     [
-        ("qwen3_5", {"dropout": 0.2}, "disk"),
-        ("qwen3_5_moe", {"router_aux_loss_coef": 0.1}, "disk"),
-        ("qwen3_next", {"num_layers": 2}, "disk"),
-        ("qwen3_5_moe", {"dropout": 0.2}, "host"),
+        ("qwen3_5", {"dropout": 0.2, "num_layers": 2}, "disk"),
+        ("qwen3_5_moe", {"router_aux_loss_coef": 0.1}, "host"),
+        pytest.param("qwen3_5_moe", {"router_aux_loss_coef": 0.1}, "disk", marks=pytest.mark.weekly),
         pytest.param("qwen3_next", {"num_layers": 2}, "host", marks=pytest.mark.weekly),
     ],
 )
@@ -71,16 +70,6 @@ def test_a_pass_that_was_left_leaves_nothing_to_the_next(kept, tmp_path, where):
     inputs.close()
 
 
-def test_a_file_that_cannot_be_written_makes_room(tmp_path, monkeypatch):
-    inputs = InputsOnDisk(tmp_path / "inputs", DiskTime())
-    inputs.keep(mx.ones(3), [])
-    monkeypatch.setattr(mx, "save_safetensors", full)
-    with pytest.raises(LostInputsError, match=str(tmp_path)):
-        inputs.keep(mx.ones(3), [])
-    # The run's state needs it.
-    assert not (tmp_path / "inputs").exists()
-
-
 @pytest.mark.parametrize(("computes", "waited"), [(0.5, 0.0), (0.0, 3.0)])
 def test_writing_is_waited_for_unless_a_layer_computes_for_longer(tmp_path, monkeypatch, computes, waited):
     """Writing takes 3 s of a clock that is not the machine's."""
@@ -106,10 +95,6 @@ def test_a_file_that_is_gone_is_said(tmp_path):
     shutil.rmtree(tmp_path / "inputs")
     with pytest.raises(LostInputsError, match=str(tmp_path)):
         inputs.take()
-
-
-def full(*_):
-    raise RuntimeError("[write] Unable to write 12 bytes to file.")
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -13,8 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from deltatune.machine.wrapping import wrapped
-from deltatune.train.reports.columns import Columns, duration, sparkline
-from deltatune.train.reports.screen import Fact, Screen, fitted, gauge, line_of
+from deltatune.train.reports.screen import Columns, Fact, Screen, duration, fitted, gauge, line_of, sparkline
 
 RECORD = {
     "iteration": 12_000,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from PIL import Image
 
 from deltatune import cli
 from killed_runs import KILLED_AT_A_POINT, result
@@ -41,25 +40,6 @@ KINDS = {
 POINTS = {"iteration": 6, "write": 3, "replace": 14, "fsync": 14}
 # From these on a state is saved, which the continued run must read. The first kill comes there, later ones anywhere.
 SAVED = {"iteration": 4, "write": 2, "replace": 8, "fsync": 8}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """A data folder of rows with no, one or two images."""
-    folder = tmp_path_factory.mktemp("pictures")
-    rows = []
-    for number in range(12):
-        files = [f"{number}_{place}.png" for place in range(number % 3)]
-        for file in files:
-            Image.new("RGB", (32, 32), (20 * number, 100, 200)).save(folder / file)
-        turns = [
-            {"role": "user", "content": "<image>" * len(files) + "how many?"},
-            {"role": "assistant", "content": str(len(files))},
-        ]
-        rows.append({"messages": turns, "images": files})
-    for split in ("train", "valid"):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
 
 
 @pytest.fixture

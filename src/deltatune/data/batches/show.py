@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -48,24 +47,19 @@ def show_batch(batch: Batch, tokenizer: Any, console: Console | None = None) -> 
 
 
 def _marked(tokens: list[int], counts: list[bool], tokenizer: Any, coloured: bool) -> Text:
+    """Return marked text; each run of like tokens is decoded whole, since a character may take several."""
     marked = Text()
-    for counted, text, special in _pieces(tokens, counts, tokenizer):
+    special = set(tokenizer.all_special_ids)
+    keys = [(counted, token in special) for token, counted in zip(tokens, counts, strict=True)]
+    for (counted, is_special), group in groupby(zip(keys, tokens, strict=True), key=lambda pair: pair[0]):
+        text = printable(tokenizer.decode([token for _, token in group], skip_special_tokens=False))
         if not coloured:
             marked.append(f"{OPEN}{text}{CLOSE}" if counted else text)
-        elif special:
+        elif is_special:
             marked.append(text, style=SPECIAL + " underline" * counted)
         else:
             marked.append(text, style=COUNTED if counted else MASKED)
     return marked
-
-
-def _pieces(tokens: list[int], counts: list[bool], tokenizer: Any) -> Iterator[tuple[bool, str, bool]]:
-    """Yield (counted, text, special) for each run of like tokens, decoded whole as a character may take several."""
-    special = set(tokenizer.all_special_ids)
-    keys = [(counted, token in special) for token, counted in zip(tokens, counts, strict=True)]
-    for (counted, is_special), group in groupby(zip(keys, tokens, strict=True), key=lambda pair: pair[0]):
-        text = tokenizer.decode([token for _, token in group], skip_special_tokens=False)
-        yield counted, printable(text), is_special
 
 
 def printable(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,14 @@ class ChatTokenizer:
             self._mark_blocks(row, targets)
             return targets, len(row.others)
         others = 0
-        place = _Places(row.text, tokens, {name: self._added[name] for name in self._added.keys() & set(tokens)}, self)
+        added = {number: self._added[number] for number in self._added.keys() & set(tokens)}
+        place = partial(self._place, row.text, tokens, added)
         for starts, end in row.turns:
-            at, start = next(((at, index) for at in starts if (index := place.of(at)) is not None), (0, None))
+            at, start = next(((at, index) for at in starts if (index := place(at)) is not None), (0, None))
             others += at in row.others
             if start is None:
                 raise UserError(f"{source}: {self._merged(row.text, tokens, starts[0])} {_REMEDY}")
-            last = place.of(end)
+            last = place(end)
             if last is None:
                 raise UserError(
                     f"{source}: the end of an answer merges into one token with what follows it; use --chat-turns "
@@ -62,6 +63,30 @@ class ChatTokenizer:
                 )
             targets[start:last] = True
         return targets, others
+
+    def _place(self, text: str, tokens: list[int], added: dict[int, str], end: int) -> int | None:
+        """Return how many tokens text[:end] has, or None if they are not the first of the text's tokens.
+
+        `added` are the added ones of the tokens, as they are written.
+        """
+        if end in (0, len(text)):
+            return len(tokens) if end else 0
+        # A text is cut at its added tokens first, so the tokens behind the last of them depend on nothing before it.
+        cut, last = 0, 0
+        for number, written in added.items():
+            at = text.rfind(written, 0, end)
+            if at >= 0 and at + len(written) > cut:
+                cut = at + len(written)
+                last = number
+        if cut and tokens.count(last) == text.count(added[last]):
+            first = 0
+            for _ in range(text.count(added[last], 0, cut)):
+                first = tokens.index(last, first) + 1
+            after = self.short(text[cut:end])
+            if tokens[first : first + len(after)] == after:
+                return first + len(after)
+        prefix = self.encode([text[:end]])[0]
+        return len(prefix) if tokens[: len(prefix)] == prefix else None
 
     def _mark_blocks(self, row: ChatRow, targets: np.ndarray) -> None:
         """Mark the tokens that hold a character of the template's {% generation %} blocks, as transformers does."""
@@ -90,35 +115,3 @@ def encoded(tokenizer: Any, texts: list[str], *, specials: bool = False) -> list
     return tokenizer(
         texts, add_special_tokens=specials, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
-
-
-class _Places:
-    """Finds the places of characters among the tokens of a text; `added` are the added ones of them, as written."""
-
-    def __init__(self, text: str, tokens: list[int], added: dict[int, str], tokenizer: ChatTokenizer):
-        self._text = text
-        self._tokens = tokens
-        self._added = added
-        self._tokenizer = tokenizer
-
-    def of(self, end: int) -> int | None:
-        """Return how many tokens text[:end] has, or None if they are not the first of the text's tokens."""
-        text, tokens = self._text, self._tokens
-        if end in (0, len(text)):
-            return len(tokens) if end else 0
-        # A text is cut at its added tokens first, so the tokens behind the last of them depend on nothing before it.
-        cut, last = 0, 0
-        for number, written in self._added.items():
-            at = text.rfind(written, 0, end)
-            if at >= 0 and at + len(written) > cut:
-                cut = at + len(written)
-                last = number
-        if cut and tokens.count(last) == text.count(self._added[last]):
-            first = 0
-            for _ in range(text.count(self._added[last], 0, cut)):
-                first = tokens.index(last, first) + 1
-            after = self._tokenizer.short(text[cut:end])
-            if tokens[first : first + len(after)] == after:
-                return first + len(after)
-        prefix = self._tokenizer.encode([text[:end]])[0]
-        return len(prefix) if tokens[: len(prefix)] == prefix else None

@@ -174,9 +174,9 @@ def messages_of(row: Mapping[str, Any]) -> Iterator[Any]:
 
 def _with_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with messages in the place of texts that hold them as JSON, and without their empty fields."""
-    row = {name: messages_in_text(value) if name in _TEXTS else value for name, value in row.items()}
-    lists = {name: row[name] for name in _TEXTS if isinstance(row.get(name), list)}
-    return row | {name: [_without_empty(message) for message in messages] for name, messages in lists.items()}
+    texts = {name: messages_in_text(row[name]) for name in _TEXTS if name in row}
+    lists = {name: value for name, value in texts.items() if isinstance(value, list)}
+    return {**row, **texts, **{name: [*map(_without_empty, messages)] for name, messages in lists.items()}}
 
 
 def _without_empty(message: Any) -> Any:

@@ -36,11 +36,6 @@ class MediaSize(NamedTuple):
     grid: Grid
     seconds: tuple[float, ...] = ()
 
-    @property
-    def blocks(self) -> range:
-        """Its runs of tokens in a prompt: one for an image, one for each pair of frames of a video."""
-        return range(self.grid[0])
-
 
 @dataclass(frozen=True, eq=False)
 class MediaReader:
@@ -239,7 +234,8 @@ def token_counts(tokens: np.ndarray, sizes: Sequence[MediaSize], spec: VisionSpe
     A token of an image or video stands there once for each feature, and any other once. A UserError, naming `source`,
     says that the tokens are not those of `sizes`, which are in the order of the conversation.
     """
-    expected = [spec.video_token if size.seconds else spec.image_token for size in sizes for _ in size.blocks]
+    tokens_of = ((spec.video_token if size.seconds else spec.image_token, size.grid[0]) for size in sizes)
+    expected = [token for token, blocks in tokens_of for _ in range(blocks)]
     marks = np.flatnonzero(np.isin(tokens, (spec.image_token, spec.video_token)))
     written = tokens[marks].tolist()
     kinds = ((spec.image_token, "image", "images"), (spec.video_token, "video", "pairs of frames"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import UserError
-from ..rows.row_formats import json_text
+from ..rows.row_formats import Messages, json_text
 from ..rows.unread_columns import TEXT_KEYS, is_absent, refuse_unknown_keys, text_of
 from .images import SIZE_OPTIONS, SizedImage, size_options
 from .videos import Video
@@ -24,8 +24,6 @@ _HOLDERS = {
     VIDEO: (VIDEO, "video_url", "url", "path"),
 }
 _MARKS = re.compile("(<image>|<video>)")
-
-Messages = list[dict[str, Any]]
 
 
 def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
@@ -44,8 +42,9 @@ def media_kind(row: Any, messages: Iterable[Any]) -> str | None:
     return None
 
 
-def place_media(messages: Messages, row: Mapping[str, Any], source: str) -> tuple[Messages, list[Any]]:
-    """Return the messages of a row with a part for each image and video, and the values of these parts in order.
+def place_media(messages: Messages, row: Mapping[str, Any], source: str) -> tuple[Messages, list[tuple[int, Any]]]:
+    """Return the messages of a row with a part for each image and video; and of these parts, in order, the number of
+    the message and the value.
 
     A place is a part, or a mark, "<image>" or "<video>", in the text of a user. Its value comes from the part itself
     ({"type": "image", "image": PATH}), or in order from the row's columns. Without places, the images and then the
@@ -70,9 +69,13 @@ def place_media(messages: Messages, row: Mapping[str, Any], source: str) -> tupl
             _put_first(with_parts, kind, len(columns[kind]), source)
             places += [(kind, None)] * len(columns[kind])
     values = {kind: _values(kind, places, columns[kind], source) for kind in (IMAGE, VIDEO)}
-    contents = [message["content"] for message in with_parts if isinstance(message["content"], list)]
-    order = [part["type"] for content in contents for part in content if part["type"] in values]
-    return with_parts, [next(values[kind]) for kind in order]
+    kinds = [
+        (number, part["type"])
+        for number, message in enumerate(with_parts)
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    ]
+    return with_parts, [(number, next(values[kind])) for number, kind in kinds if kind in values]
 
 
 def write_videos(messages: Messages, texts: Iterable[str]) -> Messages:

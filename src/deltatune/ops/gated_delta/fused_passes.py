@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
-from ..functional import not_differentiated_again, refuse_second_derivative
+from ..functional import not_differentiated_again, refuse_second_derivative, with_gradient
 from ..kernels.launch import MOST_MULTIPLICATIONS, Arrays
 from ..recomputation import Input
 from .tiling import Shape, Tiling
@@ -107,7 +107,7 @@ def shape_of(k: mx.array, v: mx.array) -> Shape:
 @cache
 def keeping(passes: FusedPasses) -> Function:
     """Return FusedPasses.forward with its gradient."""
-    return _differentiable(passes, None)
+    return differentiable(passes, passes.forward, passes.backward)
 
 
 def recomputing(passes: FusedPasses, source: Input) -> Function:
@@ -115,28 +115,35 @@ def recomputing(passes: FusedPasses, source: Input) -> Function:
 
     `source` gives q, k and v to that pass.
     """
-    return _differentiable(passes, source)
+
+    def backward(*arrays: mx.array) -> tuple[mx.array, ...]:
+        return passes.backward(*arrays, *passes.forward(*arrays[: passes.inputs])[RESULTS:])
+
+    return differentiable(passes, lambda *arrays: passes.forward(*arrays)[:RESULTS], backward, source)
 
 
-def _differentiable(passes: FusedPasses, source: Input | None) -> Function:
-    """Return the forward pass with its gradient; where there is a `source`, without saved tensors."""
-    # The function gets no rule for mx.vmap: MLX would also map the custom kernels in the graph inside it, which have
-    # none.
-    forward = mx.custom_function(lambda *arrays: passes.forward(*arrays)[: RESULTS if source else None])
+def differentiable(
+    passes: FusedPasses,
+    forward: Callable[..., tuple[mx.array, ...]],
+    backward: Callable[..., tuple[mx.array, ...]],
+    source: Input | None = None,
+) -> Function:
+    """Return `forward` with its gradient by `backward`, which gets the inputs, the cotangents of RESULTS and the rest.
+
+    Where there is a `source`, the backward pass gets q, k and v from it.
+    """
+    # There is no rule for mx.vmap: MLX would also map the custom kernels in the graph inside, which have none.
     refuse = refuse_second_derivative(no_second_derivative(passes.erases))
 
     def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
-        backward = not_differentiated_again(passes.backward, refuse)
         cotangents = cotangents[:RESULTS]
         if source:
-            # The second run waits for the cotangents, so that it neither starts early nor is merged with the first.
+            # What runs again waits for the cotangents, so that it neither starts early nor is merged with the first.
             primals = *source.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))
-            outputs = passes.forward(*primals)
-        gradients = backward(*primals, *cotangents, *outputs[RESULTS:])
+        gradients = not_differentiated_again(backward, refuse)(*primals, *cotangents, *outputs[RESULTS:])
         return *gradients, *map(mx.zeros_like, primals[passes.floats :])
 
-    forward.vjp(vjp)
-    return cast(Function, forward)
+    return with_gradient(forward, vjp)
 
 
 #: The chunks that a block goes through in one launch. A step has some 2e5 multiplications for heads of 128, which the

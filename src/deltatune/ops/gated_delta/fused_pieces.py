@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
 
 import mlx.core as mx
 
-from ..functional import not_differentiated_again, refuse_second_derivative
 from ..recomputation import Input
-from .fused_passes import RESULTS, Function, FusedPasses
+from .fused_passes import Function, FusedPasses, differentiable
 from .tiling import Tiling
-from .transforms import no_second_derivative
 
 # The fewest tokens times value heads of a piece: 8,192 tokens of 32 heads, which fill an NVIDIA GPU.
 LEAST = 2**18
@@ -140,15 +137,4 @@ def _joined(parts: Sequence[mx.array], axis: int) -> mx.array:
 
 def recomputing_pieces(pieces: FusedPieces, source: Input) -> Function:
     """Return FusedPieces.forward with its gradient. `source` is how the backward pass gets q, k and v."""
-    forward: Any = mx.custom_function(pieces.forward)
-    refuse = refuse_second_derivative(no_second_derivative(pieces.passes.erases))
-
-    def vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
-        backward = not_differentiated_again(pieces.backward, refuse)
-        cotangents = cotangents[:RESULTS]
-        primals = *source.again(primals[:3], cotangents), *mx.depends(list(primals[3:]), list(cotangents))
-        gradients = backward(*primals, *cotangents, *outputs[RESULTS:])
-        return *gradients, *map(mx.zeros_like, primals[pieces.passes.floats :])
-
-    forward.vjp(vjp)
-    return cast(Function, forward)
+    return differentiable(pieces.passes, pieces.forward, pieces.backward, source)

@@ -6,7 +6,6 @@ case.py measures them. Here they are remembered, and stored in the cache folder 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...machine import atomic_files, backend, environment
+from ...machine.packages import versions
 from .timing import TrialTime
 
 logger = logging.getLogger(__name__)
@@ -170,12 +170,7 @@ def machine() -> dict[str, str]:
 
 @cache
 def _machine(device: str) -> dict[str, str]:
-    parts = {"backend": device}
-    for name in (*_PACKAGES, "deltatune"):
-        try:
-            parts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    parts = {"backend": device, **versions((*_PACKAGES, "deltatune"))}
     parts["mlx"] = mx.__version__  # type: ignore[attr-defined]
     about = mx.device_info()
     parts |= {"text": digest_of_text(Path(__file__).parents[1]), "device": str(about.get("device_name", about))}

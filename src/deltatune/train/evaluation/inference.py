@@ -14,9 +14,8 @@ from ...data.prompts import Question, prompt_tokens
 from ...data.vision.media import PromptPictures, media_reader
 from ...errors import UserError
 from ...models.batch_decoder import ROWS, answer_all
-from ...models.generate import Sampling, stream, stream_with_pictures
+from ...models.generate import Sampling, stream, stream_drafted, stream_with_pictures
 from ...models.load import Loaded
-from ...models.mtp import stream_drafted
 from ...models.vocabulary import check_prompt
 from ..by_layer.store import Store
 from ..setup import vision_processors

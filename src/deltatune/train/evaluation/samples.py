@@ -144,7 +144,8 @@ class Samples:
                 "leave them out."
             )
         else:
-            shown, values = place_media(messages, row, source)
+            shown, placed = place_media(messages, row, source)
+            values = [value for _, value in placed]
             pictures = self._inference.pictures(values, source, folder, vars(self._config))
             messages = write_videos(shown, pictures.video_texts)
         tokens = writer.tokens(messages[:asked], row, source)

@@ -28,8 +28,8 @@ from ...machine import backend, packages
 from ...machine.atomic_files import write
 from ...options.config import TrainConfig
 from ..saved.state import write_atomically
-from .columns import gigabytes
 from .log import REWARD, SAMPLES, Record, is_right, tally
+from .screen import gigabytes
 
 
 def _both(key: str) -> dict[str, str]:

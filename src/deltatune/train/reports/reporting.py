@@ -18,9 +18,8 @@ from ..preferences.objectives import means
 from ..progress import Progress, Result
 from ..saved.outputs import Outputs
 from . import log
-from .columns import duration
 from .report import ReportTable, RunDescription, write_report
-from .screen import Screen
+from .screen import Screen, duration
 
 # The time that is left is estimated from so many iterations.
 _RECENT = 50

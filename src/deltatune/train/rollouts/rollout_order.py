@@ -25,8 +25,7 @@ from ..evaluation.samples import written
 from ..policy_loss import BNPO, CISPO, DAPO, DR_GRPO, MEAN_OF_ANSWERS, RLOO, needs_old, variant_of
 from ..tree import iteration_key
 from .answer_sampler import SampledAnswers
-from .rewarded_sampler import RewardedSampler
-from .rollout_figures import figures, group_advantages, leave_one_out, names_of, total_rewards
+from .rewarded_sampler import RewardedSampler, figures, group_advantages, leave_one_out, names_of, total_rewards
 
 # An advantage below this is rounding alone.
 _LEAST_ADVANTAGE = 1e-6

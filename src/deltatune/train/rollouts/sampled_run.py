@@ -39,8 +39,7 @@ from ..reports.screen import Screen
 from ..setup import batch_order
 from ..tree import iteration_key
 from .answer_sampler import AnswerSampler
-from .rewarded_sampler import RewardedSampler, RewardEvaluation
-from .rollout_figures import ANSWERS, answer_figures
+from .rewarded_sampler import ANSWERS, RewardedSampler, RewardEvaluation, answer_figures
 from .rollout_order import RolloutOrder, Scoring
 
 SHARE = "sampled/share"

@@ -27,7 +27,7 @@ class Outputs:
     """The files of a run, all in the folder `config.adapter_path`.
 
     Training of adapters writes adapters.safetensors, adapter_config.json and a numbered copy at every save, as
-    mlx_lm.lora does. Full fine-tuning writes a whole checkpoint (models.trained_checkpoint). The folder `best` has the
+    mlx_lm.lora does. Full fine-tuning writes a whole checkpoint (models.checkpoint_writer). The folder `best` has the
     same files but the numbered copies, from the evaluation with the lowest loss of all. A checkpoint needs the
     tokenizer, the content of the model's config.json, and the folder that `config.model` names. A refusal of the file
     system is a UserError.
