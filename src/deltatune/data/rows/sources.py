@@ -325,6 +325,8 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     where = f"{name} ({split})" if split else name
     if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
         return f"{where}: no such split: {first_line(error)}"
+    if isinstance(cause, PermissionError):
+        return f"{cause.filename or where}: cannot be read ({cause.strerror}); expected a readable file."
     if isinstance(cause, UnicodeDecodeError):
         return f"{where}: not UTF-8 (byte {cause.object[cause.start]:#04x}); save the file as UTF-8."
     if expanded(name).is_dir():
@@ -392,15 +394,18 @@ def leave_undecoded(features: Any) -> None:
         leave_undecoded(features.feature)
 
 
+# The bytes of a file in which the bracket of an array is looked for.
+_BEGINNING = 4096
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def json_file(path: Path) -> DataTable:
-    """Open a .json file; UserError where it cannot be read, is not UTF-8, or holds an array that is not JSON."""
-    with _readable(path):
-        content = path.read_bytes()
-    if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        return jsonl(path)
+    """Open a file of an array or of lines; UserError where it cannot be read, is not UTF-8, or its array not JSON."""
+    with _readable(path), path.open("rb") as file:
+        if not file.read(_BEGINNING).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            return jsonl(path)
+        file.seek(0)
+        content = file.read()
     objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
 
     def rows() -> Rows:
