@@ -144,7 +144,7 @@ def test_unknown_columns_name_the_nearest_and_no_flag():
 
 @pytest.mark.bad_input("a file with one object around its rows")
 def test_rows_within_an_object_are_asked_for_alone():
-    with pytest.raises(UserError, match="got 'data'. If 'data' holds the rows, write its list alone into the file"):
+    with pytest.raises(UserError, match=r"got 'data'\. If 'data' holds the rows, write its list alone into the file"):
         RowFormats(Features()).messages({"data": [{"prompt": "a", "completion": "b"}]}, "a.json:1")
 
 
