@@ -360,6 +360,15 @@ def test_files_of_several_columns(tmp_path):
         hugging_face(str(tmp_path))
 
 
+@pytest.mark.bad_input("a CSV file with a heading twice")
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_heading_twice_is_refused(tmp_path, separator):
+    lines = [["prompt", "", "prompt", "completion", ""], ["a", "", "b", "c", ""]]
+    (tmp_path / "faq.csv").write_text("\n".join(map(separator.join, lines)), encoding="utf-8-sig")
+    with pytest.raises(UserError, match=r"/faq.csv: 'prompt' heads two columns; rename or remove one"):
+        hugging_face(str(tmp_path / "faq.csv"))
+
+
 @pytest.mark.bad_input("a CSV file that is not UTF-8")
 def test_other_encodings_are_named(tmp_path):
     (tmp_path / "old.csv").write_bytes("prompt,completion\na,\xe4\n".encode("latin-1"))

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -486,6 +487,12 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     if len(columns) == 1 and config.sep == "," and not options.keys() & {"sep", "delimiter"}:
         chosen = {"sep": next((separator for separator in _SEPARATORS if separator in columns[0]), ",")}
         columns = columns_of(files[0])
+    if reading.get("header") == "infer" and reading.get("names") is None:
+        # pandas would call the second "prompt" prompt.1, which nobody reads.
+        first_line_alone = reading | chosen | {"header": None, "nrows": 1, "dtype": str}
+        cells = Counter(pandas.read_csv(files[0], **first_line_alone).iloc[0].dropna())
+        if repeated := [cell for cell, times in cells.items() if times > 1]:
+            raise UserError(f"{files[0]}: {repeated[0]!r} heads two columns; rename or remove one of them.")
     for file in files[1:]:
         if (others := columns_of(file)) != columns:
             raise UserError(
