@@ -218,6 +218,8 @@ class Store(ResidentLayers):
         name = self.names.get(path)
         if name is None or name not in self._on_disk:
             return array
+        if name in self._in_host_memory:
+            return self._in_host_memory[name]
         read = self.lazily([name])
         self.wait(read)
         return read[0]
