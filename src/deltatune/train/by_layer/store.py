@@ -158,6 +158,9 @@ class Store(ResidentLayers):
                 places[at].array = array
         in_layers = {id(place.array) for places in self._places for place in places}
         mx.eval([place.array for _, place in array_places(model) if id(place.array) not in in_layers])
+        if backend.has_own_memory():
+            # What planning and reading have freed counts on the GPU as if it were in use.
+            mx.clear_cache()
 
     def _hold_on_host(self) -> None:
         """Read all arrays that will be needed into main memory, a layer at a time; lazily() then gives copies.
