@@ -28,6 +28,11 @@ from .layer_passes import LayerPasses
 from .store import Store
 
 
+#: The freed memory that MLX may keep beside an NVIDIA GPU, where the driver counts it as taken. More saves no time by
+#: layers (docs/decisions/larger-than-memory.md).
+_KEPT = 2**28
+
+
 class LayerStep(Step):
     """A training step that computes micro-batches by layers; they are done when micro_batch() returns."""
 
@@ -77,6 +82,7 @@ def by_layers(
     assert config.memory is not None
     features = 0 if backend.has_own_memory() else feature_bytes
     before = mx.set_memory_limit(config.memory - features + weights.on_host)
+    kept_before = mx.set_cache_limit(_KEPT) if backend.has_own_memory() else None
     try:
         # The rest of the model runs without the weights of its layers.
         with LayerCalls(layers, passed_on).watched():
@@ -90,6 +96,8 @@ def by_layers(
             )
     finally:
         mx.set_memory_limit(before)
+        if kept_before is not None:
+            mx.set_cache_limit(kept_before)
 
 
 @contextmanager
