@@ -210,7 +210,6 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
         ranks = range(1, max(current, min(_MOST_RANK, _widest(run.model))) + 1)
         smallest, greatest = _bounds_of_ranks(run.model, first, ranks[-1] / current)
         if limits.bytes is None or not smallest <= limits.bytes <= greatest:
-            # All ranks fit, or none does, as the first.
             yield "rank", Largest(ranks[-1], more=True) if fits(first, limits) else Largest(0, more=False)
         else:
             yield "rank", largest(planned_at_rank, limits, {current: first}, ranks)

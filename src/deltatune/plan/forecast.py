@@ -149,6 +149,7 @@ class _Short(NamedTuple):
     measured: list[Measured]
     waiting: Measured | None
     unknown: dict[str, int]
+    products: Products
     layer_inputs: int
     tower: float
 
@@ -217,7 +218,7 @@ class Steps:
             of_all.counts,
             of_all.sizes,
             short.unknown,
-            self._products(shape, few, layer_inputs) if layer_inputs else Products(),
+            short.products,
             short.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
             limit,
         )
@@ -231,8 +232,7 @@ class Steps:
             try:
                 self._traced[key] = self._simulated(shape, few, inputs, waits)
             finally:
-                # A graph has reference cycles, and its constants occupy buffers until the cycles are collected. Objects
-                # made while the collector waited are young, so that all others need not be looked through.
+                # A graph has cycles, and its constants occupy buffers until these young objects are collected.
                 gc.collect(0)
                 if collects:
                     gc.enable()
@@ -260,6 +260,7 @@ class Steps:
             [Measured.of(few, places, machine) for machine in machines],
             waiting,
             without_rule(machines[0].evaluated),
+            self._products(shape, few, inputs) if inputs else Products(),
             built.layer_inputs,
             0 if tower is None else tower.bytes,
         )
