@@ -161,7 +161,7 @@ def nearest(word: str, known: list[str]) -> str:
     by_name = {name.lstrip("-"): name for name in known}
     closest = [name for name in by_name if name.startswith(word.lstrip("-"))]
     if len(closest) != 1:
-        closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.7)
+        closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.66)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
 
 
