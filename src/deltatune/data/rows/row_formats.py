@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UserError
-from ...options.config import nearest
-from ...options.values import checked_options
+from ...options.values import checked_options, nearest
 from .unread_columns import (
     TEXT_KEYS,
     TOOLS,
