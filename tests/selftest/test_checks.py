@@ -28,7 +28,7 @@ from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.products import low_rank
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import controls, examined, experts, hardware, implementations, replays, times, training
+from deltatune.selftest import controls, experts, hardware, implementations, replays, run, times, training
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
@@ -192,8 +192,8 @@ def test_a_control_fails_where_upstream_neither_loops_nor_refuses(monkeypatch):
 
 @pytest.mark.parametrize(("status", "expected"), [("present", FAILED), ("avoided", PASSED), ("not run", NOT_RUN)])
 def test_a_fault_that_trains_wrong_fails(monkeypatch, status, expected):
-    monkeypatch.setattr(examined, "examination", lambda: SimpleNamespace(faults=[Fault("some", status, "why")]))
-    assert examined._fault("some").status == expected
+    monkeypatch.setattr(run, "examination", lambda: SimpleNamespace(faults=[Fault("some", status, "why")]))
+    assert run._fault("some").status == expected
 
 
 def test_a_replay_shows_a_gradient_that_is_off(monkeypatch):
