@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import UserError
 from ..machine import atomic_files, checksum

@@ -21,7 +21,7 @@ from ..ops.functional import differentiated_once, undisturbed
 from ..ops.segments import segments
 from ..ops.tracing import side_outputs
 from .tree import from_host
-from .updates.routers import RouterLosses, weight_or_one
+from .updates.routers import RouterLosses, mean_with
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4
@@ -128,13 +128,8 @@ def mean_loss_and_gradients(
     def mean(parameters: Any) -> tuple[mx.array, ...]:
         model.update(parameters)
         with side_outputs.collecting(routers is not None) as sums:
-            total, weight, *figures = loss_of(loss, batch)
-        quotient = total / weight_or_one(weight)
-        if routers is not None:
-            added, reported = routers.of(sums, weight)
-            quotient = quotient + added
-            figures = [mx.concatenate([*figures, reported], axis=1)]
-        return quotient, total, weight, *figures
+            result = loss_of(loss, batch)
+        return mean_with(routers, sums, result)
 
     trainable = model.trainable_parameters()
     watching: Any = nullcontext()
