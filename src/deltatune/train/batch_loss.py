@@ -28,8 +28,7 @@ _POSITION_COUNTS = 4
 
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
 # model's loss takes the images as a fourth argument, VisionArrays. A loss of preferences or of rollouts takes their
-# arrays as its last argument, and returns a third array, [2, figures] (preferences/loss.py,
-# policy_loss.py).
+# arrays as its last argument, and returns a third array, [2, figures] (preferences/objectives.py, policy_loss.py).
 LossFunction = Callable[..., tuple[mx.array, ...]]
 
 
