@@ -181,4 +181,4 @@ def _write(tensor: mx.array | StoredTensor, out: BinaryIO) -> None:
         tensor.write(out)
     else:
         for piece in bytes_of(tensor):
-            out.write(piece)  # type: ignore[arg-type]
+            out.write(piece.data)
