@@ -38,7 +38,6 @@ from .rows.sources import (
     is_format,
     is_saved_dataset,
     json_file,
-    jsonl,
 )
 from .text import MediaPlacer
 from .vision.media import VisionProcessors
@@ -235,7 +234,7 @@ def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
 
 
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
-    return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
+    return reader.read(DataTable(name, len(rows), lambda: iter(rows)), features)
 
 
 Part = tuple[Any, Features]
@@ -339,7 +338,7 @@ def _file_table(file: Path, name: str, open_dataset: Callable[..., dict[str, Any
     """Return the table of a file; `name` is the file's as the user gave it."""
     if file.suffix in (".jsonl", ".json"):
         if not streaming:
-            return jsonl(file) if file.suffix == ".jsonl" else json_file(file)
+            return json_file(file)
         if file.suffix == ".json":
             raise UserError(f"{file}: streaming reads JSONL; write one object a line into {file.stem}.jsonl.")
         return JsonLines(file)

@@ -142,6 +142,12 @@ def test_unknown_columns_name_the_nearest_and_no_flag():
     assert refused("a", "b").endswith("got 'a', 'b'.")
 
 
+@pytest.mark.bad_input("a file with one object around its rows")
+def test_rows_within_an_object_are_asked_for_alone():
+    with pytest.raises(UserError, match=r"got 'data'\. If 'data' holds the rows, write its list alone into the file"):
+        RowFormats(Features()).messages({"data": [{"prompt": "a", "completion": "b"}]}, "a.json:1")
+
+
 def test_pairs_of_answers_are_answered_with_the_loss_that_learns_from_them():
     assert refused("prompt", "chosen", "rejected").endswith("of two answers is better, give --loss dpo.")
 

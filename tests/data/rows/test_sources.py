@@ -4,6 +4,7 @@ import gzip
 import json
 import ssl
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.error import HTTPError, URLError
 
 import datasets
@@ -244,6 +245,20 @@ def test_a_json_file_may_hold_lines(tokenizer, folder, tmp_path):
     assert found[1].source == f"{tmp_path}/train.json:2"
 
 
+def test_a_jsonl_file_may_hold_an_array(tokenizer, folder, tmp_path):
+    found = load_datasets(folder(train=json.dumps(TEXTS).encode()), tokenizer).train
+    assert found[1].source == f"{tmp_path}/train.jsonl row 2"
+
+
+@pytest.mark.bad_input("a data set of files that may not be read")
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    refusal = PermissionError(13, "Permission denied", "a.csv")
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=refusal))
+    monkeypatch.setattr("deltatune.data.rows.sources.cell_options", Mock(return_value={}))
+    with pytest.raises(UserError, match=r"^a.csv: cannot be read \(Permission denied\); expected a readable file"):
+        hugging_face(str(tmp_path))
+
+
 @pytest.mark.bad_input("a damaged file with an array of rows")
 @pytest.mark.parametrize(
     ("content", "message"),
@@ -343,6 +358,15 @@ def test_files_of_several_columns(tmp_path):
     write(tmp_path / "validation.csv", ";")
     with pytest.raises(UserError, match=r"its columns are prompt;completion, and those of"):
         hugging_face(str(tmp_path))
+
+
+@pytest.mark.bad_input("a CSV file with a heading twice")
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_heading_twice_is_refused(tmp_path, separator):
+    lines = [["prompt", "", "prompt", "completion", ""], ["a", "", "b", "c", ""]]
+    (tmp_path / "faq.csv").write_text("\n".join(map(separator.join, lines)), encoding="utf-8-sig")
+    with pytest.raises(UserError, match=r"/faq.csv: 'prompt' heads two columns; rename or remove one"):
+        hugging_face(str(tmp_path / "faq.csv"))
 
 
 @pytest.mark.bad_input("a CSV file that is not UTF-8")

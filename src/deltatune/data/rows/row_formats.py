@@ -411,4 +411,8 @@ def _column_hint(row: Mapping[str, Any]) -> str:
     pair = [flags[kind] for kind in ("prompt", "completion") if kind in flags]
     chosen = pair if len(pair) == 2 else [flags[kind] for kind in ("chat", "text") if kind in flags][:1]
     flags_to_give = " ".join(filter(None, chosen))
-    return f"To read these columns, give {flags_to_give}." if flags_to_give else ""
+    if flags_to_give:
+        return f"To read these columns, give {flags_to_give}."
+    inside = row[names[0]] if len(names) == 1 else None
+    rows = isinstance(inside, list) and all(isinstance(one, Mapping) for one in inside)
+    return f"If {names[0]!r} holds the rows, write its list alone into the file." if rows else ""

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -138,8 +139,8 @@ class DataTable:
     name: str
     count: int
     rows: Callable[[], Rows]
-    candidates: Callable[[], Rows]
-    digest: Callable[[], bytes] | None
+    candidates: Callable[[], Rows] = lambda: iter(())
+    digest: Callable[[], bytes] | None = None
 
 
 def jsonl(path: Path) -> DataTable:
@@ -325,6 +326,8 @@ def _not_opened(name: str, split: str | None, error: BaseException) -> str:
     where = f"{name} ({split})" if split else name
     if "Unknown split" in str(error) or "Unrecognized instruction" in str(error):
         return f"{where}: no such split: {first_line(error)}"
+    if isinstance(cause, PermissionError):
+        return f"{cause.filename or where}: cannot be read ({cause.strerror}); expected a readable file."
     if isinstance(cause, UnicodeDecodeError):
         return f"{where}: not UTF-8 (byte {cause.object[cause.start]:#04x}); save the file as UTF-8."
     if expanded(name).is_dir():
@@ -392,15 +395,18 @@ def leave_undecoded(features: Any) -> None:
         leave_undecoded(features.feature)
 
 
+# The bytes of a file in which the bracket of an array is looked for.
+_BEGINNING = 4096
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def json_file(path: Path) -> DataTable:
-    """Open a .json file; UserError where it cannot be read, is not UTF-8, or holds an array that is not JSON."""
-    with _readable(path):
-        content = path.read_bytes()
-    if not content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        return jsonl(path)
+    """Open a file of an array or of lines; UserError where it cannot be read, is not UTF-8, or its array not JSON."""
+    with _readable(path), path.open("rb") as file:
+        if not file.read(_BEGINNING).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            return jsonl(path)
+        file.seek(0)
+        content = file.read()
     objects: list[Any] = parsed(content, path, None)[0]  # type: ignore[index]
 
     def rows() -> Rows:
@@ -481,6 +487,12 @@ def cell_options(path: str, options: dict[str, Any]) -> dict[str, Any]:
     if len(columns) == 1 and config.sep == "," and not options.keys() & {"sep", "delimiter"}:
         chosen = {"sep": next((separator for separator in _SEPARATORS if separator in columns[0]), ",")}
         columns = columns_of(files[0])
+    if reading.get("header") == "infer" and reading.get("names") is None:
+        # pandas would call the second "prompt" prompt.1, which nobody reads.
+        first_line_alone = reading | chosen | {"header": None, "nrows": 1, "dtype": str}
+        cells = Counter(pandas.read_csv(files[0], **first_line_alone).iloc[0].dropna())
+        if repeated := [cell for cell, times in cells.items() if times > 1]:
+            raise UserError(f"{files[0]}: {repeated[0]!r} heads two columns; rename or remove one of them.")
     for file in files[1:]:
         if (others := columns_of(file)) != columns:
             raise UserError(
