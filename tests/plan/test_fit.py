@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.machine import backend
-from deltatune.options.config import TrainConfig
+from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import device_limits as device_limits_module
 from deltatune.plan import fit, primitives, screen
 from deltatune.plan.array_layout import ArrayLayout, LayoutError
@@ -65,6 +65,8 @@ def test_memory_of_the_step_is_shown_before_larger_ones_are_planned(checkpoint, 
         return Largest(7, more=False)
 
     monkeypatch.setattr(fit, "largest", searched)
+    # Else arithmetic would tell the rank, with so much memory.
+    monkeypatch.setattr(fit, "_bounds_of_ranks", lambda *_: (0, 10**13))
     config = TrainConfig(model=str(checkpoint), data=str(options[3]), max_seq_length=32)
     limits = DeviceLimits(None, 10**12, "a test", "a test")
     found = fit.examine(config, limits, screen.PlanLines(said.append))
@@ -130,6 +132,31 @@ def test_more_tokens_need_more_bytes_and_checkpoints_fewer(tiny_model):
     checkpointed = forecast_step(model, config, BatchShape(4, 64), layout)
     assert checkpointed.bytes.amount < 0.8 * wider.bytes.amount
     assert checkpointed.beyond < wider.beyond
+
+
+@pytest.mark.skipif(backend.device() != "cpu", reason="plans follow MLX's CPU code (docs/how/memory.md)")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"grad_checkpoint": True},
+        {"fine_tune_type": "dora", "grad_accumulation_steps": 2},
+        {"optimizer": "adafactor"},
+    ],
+)
+def test_plans_of_other_ranks_are_within_the_bounds_of_arithmetic(tiny_model, options):
+    """In few tokens the update needs the most, and in many the layers do."""
+    layout = ArrayLayout.measured()
+    models = {rank: tiny_model("qwen3_5", num_hidden_layers=2, full_attention_interval=2) for rank in (1, 4, 64)}
+    configs = {rank: TrainConfig(lora_parameters=LoraConfig(rank=rank), **options) for rank in models}
+    for rank, model in models.items():
+        prepare(model, configs[rank])
+    for shape in (BatchShape(1, 16), BatchShape(2, 256)):
+        plans = {rank: forecast_step(model, configs[rank], shape, layout) for rank, model in models.items()}
+        least, most = fit._bounds_of_ranks(models[4], plans[4], 16)
+        assert least <= plans[1].bytes.amount < plans[64].bytes.amount <= most
+        # They are no farther than this, so that they decide where memory is ample or much too little.
+        assert most < 4 * plans[64].bytes.amount
 
 
 def test_train_refuses_a_run_that_cannot_fit_and_names_one_that_does(run, options, limited, tmp_path):

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..lora.convert import adapters
@@ -94,7 +93,8 @@ def _lower_rank_of_experts(model: nn.Module, config: TrainConfig, over: int, lea
     if len(holders) != 1 or len(ranks) != 1 or chosen or config.resume_adapter_file is not None:
         return None
     (rank,) = ranks
-    numbers, of_experts = (nbytes(tree) for tree in (model.trainable_parameters(), [*map(_factors, experts.values())]))
+    factors = [adapter[name] for adapter in experts.values() for name in ("lora_a", "lora_b")]
+    numbers, of_experts = (nbytes(tree) for tree in (model.trainable_parameters(), factors))
     # Factors, their gradients, and their share of the moments.
     held = 2 * of_experts + _moments(model, config) * of_experts // numbers
     halves = [rank >> times for times in range(1, rank.bit_length())]
@@ -105,10 +105,6 @@ def _lower_rank_of_experts(model: nn.Module, config: TrainConfig, over: int, lea
     changed = dataclasses.replace(config.lora_parameters, rank_pattern=patterns)
     words = f"--rank-pattern {shlex.quote(json.dumps(patterns))}"
     return _Change(words, dataclasses.replace(config, lora_parameters=changed))
-
-
-def _factors(adapter: nn.Module) -> list[mx.array]:
-    return [adapter["lora_a"], adapter["lora_b"]]
 
 
 def _moments(model: nn.Module, config: TrainConfig) -> int:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import UserError
-from ..layers import LayerInfo, describe, logits_of
+from ..layers import describe, logits_of
 from ..models.layer_caches import carries
 from ..models.vision.split import has_vision
 from ..ops.functional import undisturbed
@@ -25,7 +25,7 @@ from ..ops.pieces import Carry
 from ..ops.recomputation import Checkpoints
 from ..train.by_layer.layer_calls import ArrayArgument, LayerCall, LayerCalls, Recorder
 from ..train.by_layer.layer_functions import signature
-from ..train.tree import leaves
+from ..train.tree import leaves, nbytes
 from .graph import Node
 from .simulate import Amount, Simulation
 from .traced_step import TracedStep
@@ -132,7 +132,8 @@ class ModelLayers:
         Layers that are recomputed are of other kinds than those that are not.
         """
         kinds = [2 * number + (at in checkpoints.layers) for at, number in enumerate(self._numbers)]
-        gradients = {kind: _trained(layer) for kind, layer in zip(kinds, self._layers, strict=True)}
+        trees = (layer.module.trainable_parameters() for layer in self._layers)
+        gradients = {kind: Amount(nbytes(tree), len([*leaves(tree)])) for kind, tree in zip(kinds, trees, strict=True)}
         every = FewLayers(kinds, [*range(len(kinds))], gradients, checkpoints)
         if len(kinds) <= _FEWEST or _held(self._model) is None:
             return every
@@ -186,11 +187,6 @@ def _numbered(calls: Sequence[tuple[LayerCall, Carry | None]]) -> list[tuple[Any
         return value._replace(at=numbers.setdefault(value.at, len(numbers)))
 
     return [(numbered(call.positional), numbered(call.keywords), carry) for call, carry in calls]
-
-
-def _trained(layer: LayerInfo) -> Amount:
-    arrays = [array for _, array in leaves(layer.module.trainable_parameters())]
-    return Amount(sum(array.nbytes for array in arrays), len(arrays))
 
 
 def _chosen(mixers: Sequence[Hashable], kinds: Sequence[int], in_order: int) -> list[int]:

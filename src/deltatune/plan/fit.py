@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -207,7 +208,24 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
     if config.fine_tune_type != "full":
         current = config.lora_parameters.rank
         ranks = range(1, max(current, min(_MOST_RANK, _widest(run.model))) + 1)
-        yield "rank", largest(planned_at_rank, limits, {current: first}, ranks)
+        smallest, greatest = _bounds_of_ranks(run.model, first, ranks[-1] / current)
+        if limits.bytes is None or not smallest <= limits.bytes <= greatest:
+            # All ranks fit, or none does, as the first.
+            yield "rank", Largest(ranks[-1], more=True) if fits(first, limits) else Largest(0, more=False)
+        else:
+            yield "rank", largest(planned_at_rank, limits, {current: first}, ranks)
+
+
+def _bounds_of_ranks(model: nn.Module, plan: Forecast, times: float) -> tuple[float, float]:
+    """Bounds of a step's bytes with adapters of any rank up to so many times that of a plan.
+
+    Factors, their gradients and moments grow with the rank, and so do the products of inputs with factors. At no moment
+    are more alive than each of the former three times, and of the latter twice. Experts' products are not counted.
+    """
+    trained = 3 * (2 * plan.sizes["gradients"] + plan.sizes["moments"])
+    factors = [adapter["lora_a"] for adapter in adapters(model).values() if isinstance(adapter, Adapter)]
+    joined = 2 * 4 * plan.tokens * sum(a.shape[-1] for a in factors) if all(a.ndim == 2 for a in factors) else math.inf
+    return plan.bytes.amount - trained, plan.bytes.amount + (times - 1) * trained + times * joined
 
 
 def _without_tokens(plan: Forecast) -> Forecast:

@@ -110,7 +110,10 @@ def placed_answer(model: nn.Module, stored: Store, memory: int, prompt: Prompt, 
 
         def peak(bound: int | None) -> int:
             with _noted(model, by_layers=bound is None) as noted:
-                held = _embedded(model, prompt)
+                pictures = prompt.pictures
+                held: list[mx.array] = []
+                if pictures is not None:
+                    held = embedded(model, prompt.tokens, pictures.images, pictures.videos)
                 noted.append(held)
                 for results in begun(decoder, tokens, most=max_tokens):
                     noted.append([*results, *held])
@@ -159,12 +162,6 @@ def _answering(model: nn.Module, rows: int, length: int, bound: int | None) -> i
             for results in begun(model, length, read_at_once, most):
                 noted.append(results)
             return _peak(model, noted, None if bound is None else bound - of_rows) + of_rows
-
-
-def _embedded(model: nn.Module, prompt: Prompt) -> list[mx.array]:
-    """Return the lazy embeddings of a prompt with pictures; nothing without pictures."""
-    pictures = prompt.pictures
-    return [] if pictures is None else embedded(model, prompt.tokens, pictures.images, pictures.videos)
 
 
 @contextmanager

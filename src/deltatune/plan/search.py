@@ -127,7 +127,7 @@ def _meets(points: list[tuple[float, int]], limit: int, low: int, high: int) -> 
     if _bends_down(sorted(nearest)):
         nearest = nearest[:2]
     (_, before), (_, after) = sorted(nearest)[-2:]
-    if after <= before:
+    if after < before:
         # Another cut into pieces may take less; all in all, memory grows.
         nearest = [min(points), max(points)]
     first, last = low, high

@@ -55,25 +55,25 @@ class Phase:
 
 @dataclass
 class TracedStep:
-    """A step that was built and not run: its evaluations, its parameters, gradients and optimizer moments."""
+    """A step that was built and not run: its evaluations, and the arrays `held` before it.
+
+    `shared_buffers` are addresses of parameters that share one buffer, group by group, and `names` those of parameters
+    by address. `forward` has the nodes of the forward pass, and so many primitives come before the update. `arrays` are
+    those behind the nodes, since an address is valid only while its array exists. A vision tower that does not train
+    runs before the step, one frame at a time, with `tower_reads` as inputs. `layer_inputs` are the bytes of inputs that
+    a step by layers keeps between its passes.
+    """
 
     phases: list[Phase]
-    # The arrays that exist before the step.
     held: list[Node]
-    # Addresses of parameters that share one buffer, group by group.
     shared_buffers: list[list[int]]
-    # The names of parameters by address.
     names: dict[int, str]
-    # The nodes of the forward pass, and how many primitives come before the update.
     forward: set[Node]
     update_from: int
     before: Before
-    # The arrays behind the nodes, held here because an address is valid only while its array exists.
     arrays: list[mx.array]
-    # A vision tower that does not train runs before the step, one frame at a time; `tower_reads` are its inputs.
     tower: Phase | None = None
     tower_reads: list[Node] = field(default_factory=list)
-    # The bytes of layers' inputs that a step by layers keeps between its passes.
     layer_inputs: int = 0
 
 
@@ -213,14 +213,12 @@ def trace_step(
         held = [*start.nodes, *sources]
         held += _constants(graphs, existing | known) + _constants(all_nodes(update_nodes), evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the last graph has read them.
-        phases[-1].dropped += [
-            *(layout.address(array) for array in _leaves(start.sums)),
-            *(node.address for node in sources),
-        ]
+        phases[-1].dropped += [*_addresses(layout, _leaves(start.sums)), *(node.address for node in sources)]
         forward = _forward(phases, layout.address(first[0]))
         update_from = sum(len(phase.order) for phase in phases)
         replaced = [*before, *step.joined, *start.moments, *_leaves(gradients)]
-        phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
+        staying = _addresses(layout, second)
+        phases.append(_phase(update_nodes, [at for at in _addresses(layout, replaced) if at not in staying]))
         tower, tower_reads = _tower_phase(layout, features, existing)
     referenced = [*start.arrays, *first, *second, *_leaves(batch), *features]
     return TracedStep(
@@ -305,11 +303,6 @@ def _blank_features(features: list[mx.array], frames: int) -> dict[str, Any]:
 
 def _leaves(tree: Any) -> list[mx.array]:
     return [array for _, array in leaves(tree) if isinstance(array, mx.array)]
-
-
-def _replaced(layout: ArrayLayout, old: Sequence[mx.array], new: Sequence[mx.array]) -> list[int]:
-    staying = _addresses(layout, new)
-    return [at for at in dict.fromkeys(layout.address(array) for array in old) if at not in staying]
 
 
 def _constants(nodes: Sequence[Node], others: set[int]) -> list[Node]:
