@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -33,14 +36,32 @@ def measured(program: str, options: dict[str, Any], **variables: str) -> dict[st
     return json.loads(done.stdout.splitlines()[-1])
 
 
-class LineProcess:
-    """A program that answers each line that it reads with a line of JSON; its first line comes unasked."""
+def ended(command: list[str], seconds: float, **variables: str) -> tuple[int, list[str]]:
+    """Run a command, and end it and its children after so many seconds; return its exit code and its output's lines."""
+    with tempfile.TemporaryFile("w+") as output:
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+        process = subprocess.Popen(command, env=os.environ | variables, start_new_session=True, **options)
+        try:
+            process.wait(timeout=max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return process.returncode, output.read().strip().splitlines()
 
-    def __init__(self, name: str, command: list[str], **variables: str) -> None:
-        pipe = subprocess.PIPE
-        environment = os.environ | variables
-        self.name = name
-        self.process = subprocess.Popen([sys.executable, *command], stdin=pipe, stdout=pipe, text=True, env=environment)
+
+class LineProcess:
+    """A program that answers each line that it reads with a line of JSON; its first line comes unasked.
+
+    Of its output, lines that begin with `mark` are read. It runs in `folder`, if that is given.
+    """
+
+    def __init__(
+        self, name: str, command: list[str], mark: str = "", folder: Path | None = None, **variables: str
+    ) -> None:
+        self.name, self._mark = name, mark
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+        self.process = subprocess.Popen([sys.executable, *command], env=os.environ | variables, **options)
         self.first = self._read()
 
     def ask(self, line: str = "") -> Any:
@@ -52,7 +73,7 @@ class LineProcess:
 
     def _read(self) -> Any:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name}: its process ended with exit code {self.process.wait()}")
-        return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith(self._mark):
+                return json.loads(line.removeprefix(self._mark))
+        raise RuntimeError(f"{self.name}: its process ended with exit code {self.process.wait()}")

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import processes
 from machine import cpu, gpu, versions
 from trainers import RANK, SCALE, SHAPES, Shape, mlx_model
 
@@ -119,21 +118,10 @@ def run(task: dict[str, Any], backend: str | None, ranks: int, clock: Clock) -> 
         program = [__file__, str(file)]
         launch = ["-c", LAUNCH, "-n", str(ranks), "--backend", backend or "", "--python", sys.executable]
         command = [sys.executable, *program] if not backend else [sys.executable, *launch, *program]
-        environment = os.environ | {"NCCL_DEBUG": "WARN"}
-        with tempfile.TemporaryFile("w+") as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-            try:
-                process.wait(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            said = output.read().strip().splitlines()
+        code, said = processes.ended(command, seconds, NCCL_DEBUG="WARN")
         if Path(task["found"]).is_file():
             return json.loads(Path(task["found"]).read_text())
-        return {"failed": f"exit code {process.returncode} within {seconds:.0f} s: " + "\n    ".join(said[-15:])}
+        return {"failed": f"exit code {code} within {seconds:.0f} s: " + "\n    ".join(said[-15:])}
 
 
 def difference(one: list[float], other: list[float]) -> float:

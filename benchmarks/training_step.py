@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -168,31 +168,16 @@ def work(name: str, shape: Shape) -> None:
 def run(name: str, shape: Shape, seconds: float) -> dict[str, Any]:
     """The record of one process, whose empty cache makes the first step include the check before first use."""
     command = [sys.executable, __file__, "--work", name, "--shape", shape.name, "--batch", str(shape.batch)]
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        tempfile.TemporaryFile("w+") as output,
-        tempfile.TemporaryFile("w+") as complaints,
-    ):
-        environment = os.environ | {"DELTATUNE_CACHE": cache}
-        process = subprocess.Popen(command, stdout=output, stderr=complaints, env=environment)
-        late = False
-        try:
-            process.wait(timeout=max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            late = True
-            process.kill()
-            process.wait()
-        output.seek(0)
-        # Other libraries print dictionaries of Python, which begin with another quotation mark.
-        lines = [json.loads(text) for text in output if text.startswith('{"')]
-        if lines and "note" not in lines[-1]:
-            return lines[-1]
-        if late:
-            reached = f"; {lines[-1]['note']}" if lines else "; its first step was not done"
-            return {"trainer": name, "failed": f"stopped after {seconds:.0f} s{reached}"}
-        complaints.seek(0)
-        last = complaints.read().strip().splitlines()[-1:] or [""]
-        return {"trainer": name, "failed": f"exit code {process.returncode}: {last[0][:300]}"}
+    with tempfile.TemporaryDirectory() as cache:
+        code, said = processes.ended(command, seconds, DELTATUNE_CACHE=cache)
+    # Other libraries print dictionaries of Python, which begin with another quotation mark.
+    lines = [json.loads(text) for text in said if text.startswith('{"')]
+    if lines and "note" not in lines[-1]:
+        return lines[-1]
+    if code == -signal.SIGKILL:
+        reached = f"; {lines[-1]['note']}" if lines else "; its first step was not done"
+        return {"trainer": name, "failed": f"stopped after {seconds:.0f} s{reached}"}
+    return {"trainer": name, "failed": f"exit code {code}: {''.join(said[-1:])[:300]}"}
 
 
 def disagreement(entry: Entry, distances: dict[str, float] | None, problem: str | None) -> str | None:

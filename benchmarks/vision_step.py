@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -234,34 +233,17 @@ TRAINERS: dict[str, tuple[Callable[[Path, bool], None], str]] = {
 SLOW = ("mlx-vlm as installed",)
 
 
-class Worker:
+class Worker(processes.LineProcess):
     def __init__(self, name: str, folder: Path, checkpoint: bool) -> None:
         own = folder / name.replace(" ", "-")
         own.mkdir()
-        command = [sys.executable, __file__, "--work", name, "--folder", str(folder)]
-        command += ["--checkpoint"] * checkpoint
-        self.log = (own / "log").open("w+")
-        pipe = subprocess.PIPE
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment, cwd=own
-        )
-        self.name, self.answers = name, []
-        self.trained = self.read()["trained"]
-
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("@"):
-                return json.loads(line[1:])
-        self.log.seek(0)
-        raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}:\n{self.log.read()[-3000:]}")
+        command = [__file__, "--work", name, "--folder", str(folder), *["--checkpoint"] * checkpoint]
+        super().__init__(name, command, mark="@", folder=own, HF_HUB_OFFLINE="1", COLUMNS="200")
+        self.trained = self.first["trained"]
+        self.answers: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        self.answers.append(self.read())
+        self.answers.append(self.ask("go"))
 
     def resident(self) -> float:
         """The peak resident memory of the whole process in bytes."""

@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable
 
 from deltatune.demo import names
-from deltatune.demo.words import (
+from deltatune.demo.names import (
     ACTIONS,
     ANIMALS,
     COLOURS,

@@ -3,7 +3,7 @@
 import pytest
 
 from console import cache_of
-from deltatune.ops.gated_delta import gated_delta_chunk, workloads
+from deltatune.ops.gated_delta import gated_delta_chunk, trial_case
 from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.linear_attention import choice as linear_attention
 from deltatune.ops.operator import verdicts
@@ -16,8 +16,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setenv("DELTATUNE_CACHE", cache_of(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(workloads, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
-    monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    monkeypatch.setattr(trial_case, "SMALL", (ShapeClass(1, 2, 8, 8, "float32"),))
+    monkeypatch.setattr(trial_case, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
     for name in ("SMALL", "MODELS"):
         monkeypatch.setattr(linear_attention, name, (ShapeClass(1, 1, 8, 8, "float32", beta=""),))
     verdicts.forget()

@@ -10,7 +10,8 @@ from deltatune.doctor import implementations
 from deltatune.machine import backend
 from deltatune.ops import operators
 from deltatune.ops.attention import attention_blocked, trial_case
-from deltatune.ops.gated_delta import gated_delta_chunk, workloads
+from deltatune.ops.gated_delta import gated_delta_chunk
+from deltatune.ops.gated_delta import trial_case as delta_case
 from deltatune.ops.gated_delta.trial_case import NAMES
 from deltatune.ops.operator import timing, verdicts
 from deltatune.ops.operator.operator import Candidate, Operator
@@ -45,7 +46,7 @@ def test_every_operator_is_examined_and_chunk_is_right_here():
 
 
 def test_chunk_itself_wrong_is_the_worst(monkeypatch, wrong):
-    monkeypatch.setattr(workloads, "gated_delta_chunk", wrong)
+    monkeypatch.setattr(delta_case, "gated_delta_chunk", wrong)
     (finding,) = of_gated_delta()
     assert finding.wrong
     assert "differs from naive" in finding.detail
@@ -94,8 +95,8 @@ def test_products_in_tf32_are_named_not_called_wrong(factor, device, status, mon
 
     monkeypatch.setattr(backend, "device", lambda: device)
     monkeypatch.setattr(backend, "too_old", lambda: None)
-    monkeypatch.setattr(workloads, "MODELS", ())
-    monkeypatch.setattr(workloads, "gated_delta_chunk", rounded)
+    monkeypatch.setattr(delta_case, "MODELS", ())
+    monkeypatch.setattr(delta_case, "gated_delta_chunk", rounded)
     (finding,) = of_gated_delta()
     assert finding.status == status
     assert ("unless MLX_ENABLE_TF32=0 is set" in finding.detail) == (status == "TF32")
@@ -121,5 +122,5 @@ def test_the_times_of_all_that_are_right(on_a_gpu, wrong, monkeypatch):
     assert other.calls == "attention, float32, heads of 64 x 64, grouped, causal, windowed, with sinks"
     assert str(other) == "blocked 2.0 ms"
     on_a_gpu(wrong)
-    verdicts.again("gated_delta-fused", workloads.MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
+    verdicts.again("gated_delta-fused", delta_case.MODELS[0], lambda: verdicts.Verdict("fused", "", 1.0))
     assert str(implementations.times()[0]) == "chunk 2.0 ms"

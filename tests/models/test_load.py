@@ -46,6 +46,14 @@ def test_loads_what_mlx_lm_loads(tiny_checkpoint, family, quantize):
     assert mx.array_equal(model(TOKENS), reference(TOKENS))
 
 
+def test_a_config_has_the_quantisation_that_mlx_lm_finds(damaged):
+    path = damaged(quantize={"mode": "mxfp4"})
+    rewrite(path / "config.json", quantization=None, quantization_config={"quant_method": "mxfp4"})
+    config = load_model(path)[1]
+    assert config == mlx_lm.utils.load_model(path)[1]
+    assert config["quantization"]["mode"] == "mxfp4"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_slices_of_gate_and_up_are_copied_on_cuda(damaged, device, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: device)

@@ -13,7 +13,7 @@ from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load, load_model, load_vision_tower, new_model
-from deltatune.models.transformers_configs import as_written, check_options, completed
+from deltatune.models.transformers_configs import check_options, completed
 from deltatune.options.config import LoraConfig
 from deltatune.selftest.parity import recording
 from deltatune.selftest.parity.cases import CASES
@@ -60,7 +60,6 @@ def test_the_shortest_time_step_of_nemotron_h_is_that_of_transformers_model():
     saved = config | {"transformers_version": "5.23.0"}
     assert completed(saved)["time_step_limit"] == [0.25, math.inf]
     assert completed(config)["time_step_limit"] == [0.0, math.inf]
-    assert as_written(completed(saved), saved) == saved
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "exaone4", "falcon_h1"])
@@ -69,7 +68,6 @@ def test_keys_that_transformers_leaves_out_are_its_own_defaults(family):
     complete = completed(config)
     assert complete["rope_theta"] == 5000.0
     assert complete["head_dim"] in (16, 128)
-    assert as_written(complete, config) == config
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])

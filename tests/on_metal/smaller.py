@@ -15,7 +15,7 @@ from deltatune.demo import flow
 from deltatune.ops import operators
 from deltatune.ops.attention import trial_case
 from deltatune.ops.attention.trial_case import KernelShape
-from deltatune.ops.gated_delta import workloads
+from deltatune.ops.gated_delta import trial_case as delta_case
 from deltatune.ops.gated_delta.trial_case import ShapeClass
 from deltatune.ops.operators import ATTENTION, GATED_DELTA
 from deltatune.selftest import controls, replays, times, training
@@ -26,9 +26,9 @@ _FEW_HEADS, _HEAD_SIZE = 2, 16
 def declare() -> None:
     """Give the doctor, the self-test's training and the demo smaller sizes in this process."""
     # The other classes are among the workloads below.
-    workloads.MODELS = tuple(_smaller(shape) for shape in workloads.MODELS[1::2])
+    delta_case.MODELS = tuple(_smaller(shape) for shape in delta_case.MODELS[1::2])
     trial_case.HEADS = tuple(_smaller_heads(shape) for shape in trial_case.HEADS[2:5])
-    workloads.SMALL = workloads.SMALL[1:2]
+    delta_case.SMALL = delta_case.SMALL[1:2]
     replays._QUICK = ()
     times._CALLS = 1
     controls._SHORT, controls._LONG = 4, 8

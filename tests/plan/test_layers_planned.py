@@ -160,7 +160,7 @@ def test_a_run_takes_its_planned_memory(tiny_checkpoint, rows, tmp_path, monkeyp
     assert 0.9 * planned < min(peaks) < PLANNED_WITHIN * planned
 
 
-LAYERS = 6
+LAYERS = 10
 
 
 @pytest.mark.skipif(backend.device() != "cpu", reason="other devices hold arrays for as long as their queue is")

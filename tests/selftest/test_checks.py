@@ -14,7 +14,8 @@ from deltatune.doctor.probes import Fault
 from deltatune.machine import backend
 from deltatune.ops import operators
 from deltatune.ops.attention import attention_blocked, trial_case
-from deltatune.ops.gated_delta import gated_delta_chunk, native, workloads
+from deltatune.ops.gated_delta import gated_delta_chunk, native
+from deltatune.ops.gated_delta import trial_case as delta_case
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.trial_case import SLOW_TOKENS, ShapeClass, by_gates
 from deltatune.ops.kernels.launch import Launch, header
@@ -27,13 +28,15 @@ from deltatune.ops.pointwise import vocabulary_loss, weighted_norms
 from deltatune.ops.pointwise.passes import BODIES
 from deltatune.ops.products import low_rank
 from deltatune.plan.device_limits import DeviceLimits
-from deltatune.selftest import controls, examined, experts, hardware, implementations, replays, times, training
+from deltatune.selftest import controls, experts, hardware, implementations, replays, run, times, training
 from deltatune.selftest.outcome import FAILED, NOT_RUN, PASSED, tried
 from deltatune.selftest.parity import cases, ours
 
 SMALL = [
-    workloads.Workload("small", ShapeClass(2, 4, 16, 16, "float32"), 70),
-    workloads.Workload("half", ShapeClass(2, 2, 16, 16, "bfloat16", masked=True, segmented=True, per_channel=True), 70),
+    delta_case.Workload("small", ShapeClass(2, 4, 16, 16, "float32"), 70),
+    delta_case.Workload(
+        "half", ShapeClass(2, 2, 16, 16, "bfloat16", masked=True, segmented=True, per_channel=True), 70
+    ),
 ]
 
 
@@ -110,7 +113,7 @@ def test_an_attention_that_is_wrong_shows(workload):
 
 
 def test_one_head_that_is_no_number_shows():
-    workload = workloads.Workload("three heads", ShapeClass(3, 3, 16, 16, "float32"), 20)
+    workload = delta_case.Workload("three heads", ShapeClass(3, 3, 16, 16, "float32"), 20)
 
     def middle_lost(*arrays, **options):
         y, state = gated_delta_chunk(*arrays, **options)
@@ -121,7 +124,7 @@ def test_one_head_that_is_no_number_shows():
 
 def test_slow_gates_that_are_rounded_show():
     """MLX's own operator rounds gates to the dtype of q (mlx 0.32.4)."""
-    workload = workloads.Workload("slow", ShapeClass(1, 1, 16, 16, "bfloat16"), SLOW_TOKENS)
+    workload = delta_case.Workload("slow", ShapeClass(1, 1, 16, 16, "bfloat16"), SLOW_TOKENS)
 
     def rounded(q, k, v, log_g, beta, *, initial_state, mask=None, segments=None):
         y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_g), beta, initial_state)
@@ -189,8 +192,8 @@ def test_a_control_fails_where_upstream_neither_loops_nor_refuses(monkeypatch):
 
 @pytest.mark.parametrize(("status", "expected"), [("present", FAILED), ("avoided", PASSED), ("not run", NOT_RUN)])
 def test_a_fault_that_trains_wrong_fails(monkeypatch, status, expected):
-    monkeypatch.setattr(examined, "examination", lambda: SimpleNamespace(faults=[Fault("some", status, "why")]))
-    assert examined._fault("some").status == expected
+    monkeypatch.setattr(run, "examination", lambda: SimpleNamespace(faults=[Fault("some", status, "why")]))
+    assert run._fault("some").status == expected
 
 
 def test_a_replay_shows_a_gradient_that_is_off(monkeypatch):
@@ -246,7 +249,7 @@ def test_wrong_implementation_gets_no_time(monkeypatch):
 
 
 def test_a_call_that_would_take_too_long_or_too_much_is_left_out(monkeypatch):
-    size = workloads.Workload("long", ShapeClass(16, 32, 128, 128, "float32"), 2**20)
+    size = delta_case.Workload("long", ShapeClass(16, 32, 128, 128, "float32"), 2**20)
     assert times._too_much(times.OURS, size, 1e-9) is None
     for name in (times.LOOP, times.NATIVE):
         assert "would need about" in times._too_much(name, size, 0.0)
@@ -263,7 +266,7 @@ def test_the_quick_selftest_passes_here(monkeypatch, tmp_path, capsys):
     # tests/oracle replays every family with these bounds.
     monkeypatch.setattr(replays, "_QUICK", replays._QUICK[:1])
     # tests/doctor examines all.
-    monkeypatch.setattr(workloads, "SMALL", workloads.SMALL[:1])
+    monkeypatch.setattr(delta_case, "SMALL", delta_case.SMALL[:1])
     monkeypatch.setattr(trial_case, "HEADS", trial_case.HEADS[-1:])
     # Of the resumed runs the first; tests/on_metal has the second.
     resumed = list(training.checks(True))[:1]
@@ -311,7 +314,7 @@ def test_every_implementation_that_is_right_is_timed_at_each_length(candidate, f
     assert hardware.implementations(ATTENTION, True).status == PASSED
     fused()
     candidate("native", wrong)
-    monkeypatch.setattr(workloads, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
+    monkeypatch.setattr(delta_case, "MODELS", (ShapeClass(1, 1, 8, 8, "float32"),))
     monkeypatch.setattr(hardware, "_LENGTHS", (5, 70))
     timed = hardware.implementations(GATED_DELTA, False).facts["milliseconds"]
     assert [(length, *sorted(by_name)) for length, by_name in timed.items()] == [(n, "chunk", "fused") for n in (5, 70)]

@@ -160,7 +160,7 @@ def test_a_rank_without_a_picture_in_a_batch_trains_along(pictured, ranks, alone
 
 
 def test_ranks_sample_their_own_answers_and_continue(ranks):
-    """Stopped in a second pass, every rank takes up its own answers again; advantages are scaled over all ranks."""
+    """Stopped in a second pass, every rank takes up its own answers again."""
     assert_answers_continue(ranks.folder)
 
 

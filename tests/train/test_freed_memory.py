@@ -60,6 +60,14 @@ def test_a_limit_holds_from_the_start_and_the_peak_lowers_it(allocator):
         assert allocator.limit == 100, "never more than MLX itself would hold"
 
 
+@pytest.mark.parametrize(("device", "left"), [("cuda", 0), ("metal", 30)])
+def test_memory_that_the_host_has_read_serves_no_run_on_an_nvidia_gpu(allocator, monkeypatch, device, left):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    allocator.kept = 30
+    with FreedMemory():
+        assert allocator.kept == left
+
+
 def test_a_threshold_gives_all_back_after_an_iteration_that_leaves_more(allocator):
     with FreedMemory(threshold=30) as memory:
         allocator.peak, allocator.kept = 50, 30

@@ -234,7 +234,7 @@ def _about(config: TrainConfig, tokenizer: Any, reader: Reader) -> dict[str, Any
 
 
 def _read_rows(reader: Reader, rows: list[tuple[str, Any]], name: str, features: Features) -> list[Any]:
-    return reader.read(DataTable(name, len(rows), lambda: iter(rows), lambda: iter(()), None), features)
+    return reader.read(DataTable(name, len(rows), lambda: iter(rows)), features)
 
 
 Part = tuple[Any, Features]

@@ -1,4 +1,4 @@
-"""Lists the names of the base model's corpus, of the demo's training data, and of its held-out messages.
+"""Lists the words of the demo, and the names of its base model's corpus, training data and held-out messages.
 
 No name is on two lists, so that the model can answer with a held-out name only by copying it from the message.
 """
@@ -9,7 +9,22 @@ from __future__ import annotations
 import random
 import string
 
-from . import words
+NUMBERS = "one two three four five six seven eight nine".split()
+HOURS = [*NUMBERS, "ten", "eleven", "twelve"]
+DRINKS = "latte mocha espresso cappuccino tea cocoa lemonade smoothie".split()
+SIZES = "small medium large".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+THINGS = "oven door window fridge kettle lamp radio sink shelf till".split()
+STATES = "broken open closed hot cold dirty empty full loud wet".split()
+LEVELS = ("", "very ", "too ", "still ", "not ")
+PLACES = "kitchen garden office school market station library harbour".split()
+ANIMALS = "cat dog horse goat duck parrot turtle rabbit".split()
+COLOURS = "red green blue white black yellow brown grey".split()
+JOBS = "baker doctor singer farmer teacher pilot painter driver".split()
+ACTIONS = "paint clean open close carry move sell repair".split()
+# Common words with tokens that also occur in names.
+COMMON = "where there here with about other some does long goes front exactly please people quarter past".split()
+
 
 BASE = """
 Adam Agnes Alan Alice Amir Amy Anders Andrea Anna Anton Arthur Barbara Basil Beatrice Ben Bianca Bill Boris Brenda
@@ -58,7 +73,7 @@ def invented(rng: random.Random) -> str:
             return letters.capitalize()
 
 
-_PARTS = [*BASE, *TRAIN, *words.COMMON, *words.ANIMALS, *words.JOBS, *words.PLACES, *words.STATES, *words.THINGS]
+_PARTS = [*BASE, *TRAIN, *COMMON, *ANIMALS, *JOBS, *PLACES, *STATES, *THINGS]
 
 
 def spliced(rng: random.Random) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import names
-from .words import DAYS, DRINKS, STATES, THINGS
+from .names import DAYS, DRINKS, STATES, THINGS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..machine import atomic_files, checksum
-from ..machine.host_memory import as_numpy
+from ..machine.host_memory import bytes_of
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -181,5 +181,5 @@ def _write(tensor: mx.array | StoredTensor, out: BinaryIO) -> None:
     if isinstance(tensor, StoredTensor):
         tensor.write(out)
     else:
-        array = tensor.view(mx.uint16) if tensor.dtype == mx.bfloat16 else tensor
-        out.write(np.ascontiguousarray(as_numpy(array)).tobytes())
+        for piece in bytes_of(tensor):
+            out.write(piece)  # type: ignore[arg-type]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from . import nvidia
+from . import backend, nvidia
 
 _MEMINFO = Path("/proc/meminfo")
+#: The numbers of an array that bytes_of() copies off a GPU at a time.
+PIECE = 1 << 25
 #: Where Linux shows the control groups of this process.
 CGROUPS = Path("/sys/fs/cgroup")
 # Of versions 2 and 1: the limit, the usage, and the files' pages in `memory.stat`, which are given back on demand.
@@ -112,3 +115,16 @@ def as_numpy(array: mx.array) -> np.ndarray:
     """
     numbers: Any = array
     return numbers.__array__()
+
+
+def bytes_of(array: mx.array) -> Iterator[np.ndarray]:
+    """Yield the bytes of an array in pieces, in their order; the array stays in the memory where it is.
+
+    An array that the host reads is moved by MLX out of an NVIDIA GPU's memory for the rest of its life: into memory
+    that the driver moves to and fro, so that a full GPU waits for weights at each use. So the host reads copies.
+    """
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, PIECE):
+        piece = flat[start : start + PIECE].view(mx.uint8)
+        # mx.contiguous() would share the array's memory.
+        yield as_numpy(mx.where(mx.array(True), piece, piece) if backend.has_own_memory() else piece)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,8 +24,6 @@ from .. import upstream
 from ..errors import UserError
 from ..ops.random_state import drawing_from
 from .transformers_configs import Config, text_part, transformers_values
-
-Values = Mapping[str, Any]
 
 _ALL = range(1, sys.maxsize)
 
@@ -40,7 +38,7 @@ class KnownFault(NamedTuple):
     refused: bool
 
 
-def _beyond_window(values: Values) -> range | None:
+def _beyond_window(values: Config) -> range | None:
     """Rows beyond the window of the layers that have one: those of a kind, or all where a family has no kinds."""
     kinds = values.get("layer_types")
     window = values.get("sliding_window")
@@ -49,18 +47,18 @@ def _beyond_window(values: Values) -> range | None:
     return range(window + 1, sys.maxsize)
 
 
-def _up_to_original_length(values: Values) -> range | None:
+def _up_to_original_length(values: Config) -> range | None:
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict) or rope.get("rope_type") != "longrope" or rope["short_factor"] == rope["long_factor"]:
         return None
     return range(1, rope["original_max_position_embeddings"] + 1)
 
 
-def _where(is_wrong: Callable[[Values], bool]) -> Callable[[Values], range | None]:
+def _where(is_wrong: Callable[[Config], bool]) -> Callable[[Config], range | None]:
     return lambda values: _ALL if is_wrong(values) else None
 
 
-def _rotated_share(values: Values) -> Any:
+def _rotated_share(values: Config) -> Any:
     rope = values.get("rope_parameters") or {}
     return rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
 
@@ -73,7 +71,7 @@ _WITHOUT_WINDOW |= {"qwen3", "qwen3_moe", "starcoder2"}
 _OTHER_GELU = "computes another GELU than config.json asks for: logits differ by some 0.1 %"
 # For each fault the families that have it, which are all where none is named, a function that reads from a config which
 # rows are wrong, and a sentence: `first` is the length of the longest row before those, and `last` of the longest one.
-_FAULTS: tuple[tuple[set[str], Callable[[Values], range | None], str], ...] = (
+_FAULTS: tuple[tuple[set[str], Callable[[Config], range | None], str], ...] = (
     (
         _WITHOUT_WINDOW,
         _beyond_window,
@@ -133,7 +131,7 @@ _FAULTS: tuple[tuple[set[str], Callable[[Values], range | None], str], ...] = (
 )
 
 
-def known_faults(config: Values) -> list[KnownFault]:
+def known_faults(config: Config) -> list[KnownFault]:
     """Return the known faults of mlx-lm's model for the content of a config.json."""
     part = text_part(config)
     family = str(part.get("model_type"))
@@ -147,7 +145,7 @@ def known_faults(config: Values) -> list[KnownFault]:
     return faults
 
 
-def fault_notes(model: nn.Module, config: Values, lengths: Iterable[int]) -> list[str]:
+def fault_notes(model: nn.Module, config: Config, lengths: Iterable[int]) -> list[str]:
     """Return a note for each known fault of mlx-lm's model that rows of these lengths, in tokens, reach.
 
     The lengths are read only where the model has a fault. UserError where its losses are wrong in every row; mlx-vlm's

@@ -20,13 +20,10 @@ from ..ops.random_state import drawing_from
 from ..ops.segments import segments
 from ..ops.watched_calls import calls_through
 
+# The caches with which a language model decodes.
+empty_caches = make_prompt_cache
 # In the place of the cache of a layer of which it is not known.
 _UNKNOWN = object()
-
-
-def empty_caches(model: nn.Module) -> list[Any]:
-    """Return the caches with which a language model decodes."""
-    return make_prompt_cache(model)
 
 
 def repeat_row(caches: Sequence[Any], rows: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib.util
-import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -45,7 +44,6 @@ from .checkpoint_files import (
 from .known_faults import check_scaling, set_yarn
 from .transformers_configs import (
     BUILD_ERRORS,
-    as_written,
     check_options,
     completed,
     refusing_config,
@@ -240,26 +238,26 @@ def load_model(path: Path, *, trust_remote_code: bool = False, lazy: bool = Fals
     config = read_config(path, trust_remote_code)
     weight_headers(path)
     refusal = f"model {path}: mlx-lm cannot build a model from its config.json"
-    if not config.get("model_file"):
-        with refusing_config(refusal):
+    with refusing_config(refusal):
+        complete = completed(config)
+        if not config.get("model_file"):
             check_options(config)
-            check_scaling(completed(config), _built)
-    upstream_classes: dict[type, type] = {}
+            check_scaling(complete, _built)
 
     def classes(config: dict[str, Any]) -> tuple[type, Any]:
         model_class, arguments_class = _classes(config)
-        checked_class = checked(model_class, path)
-        upstream_classes[checked_class] = model_class
-        return checked_class, arguments_class
+        return checked(model_class, path), arguments_class
 
-    options: dict[str, Any] = {"lazy": lazy, "strict": True, "get_model_classes": classes}
-    if "trust_remote_code" in inspect.signature(mlx_lm.utils.load_model).parameters:
-        options["trust_remote_code"] = trust_remote_code
     with refusing_config(refusal), only_chosen(path) as folder:
-        model, loaded_config = mlx_lm.utils.load_model(folder, model_config=completed(config), **options)
-        model.__class__ = upstream_classes.get(type(model), type(model))
+        model, loaded_config = mlx_lm.utils.load_model(
+            folder, lazy, model_config=complete, get_model_classes=classes, trust_remote_code=trust_remote_code
+        )
+        if not config.get("model_file"):
+            model.__class__ = type(model).__mro__[1]
         set_yarn(config, model)
-    return model, as_written(loaded_config, config)
+    # Without the options that completed() adds, so that a run from any version of deltatune can be continued.
+    changed = {key: value for key, value in loaded_config.items() if key not in complete or value != complete[key]}
+    return model, config | changed
 
 
 def load_tokenizer(path: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> Any:

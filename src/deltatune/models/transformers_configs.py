@@ -127,7 +127,7 @@ def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
     rope = part.get("rope_parameters")
     local = rope.get(_SLIDING) if isinstance(rope, dict) else None
     if not isinstance(local, dict) or not fields or "rope_parameters" in fields or "text_config" in fields:
-        # Where the class of the text part is not known, scaled_positions.py looks at the model itself.
+        # Where the class of the text part is not known, known_faults.py looks at the model itself.
         return
     kind = local.get("rope_type", local.get("type", "default"))
     full = rope.get(_FULL)  # type: ignore[union-attr]
@@ -139,18 +139,6 @@ def _check_sliding_positions(part: Config, fields: Mapping[str, Any]) -> None:
             f"{local.get('rope_theta')}, and mlx-lm's {part['model_type']} has no option for these; expected rope_type "
             "'default'" + (f" and the rope_theta of {_FULL}" if "rope_local_base_freq" not in fields else "") + "."
         )
-
-
-def as_written(loaded: Config, config: Config) -> dict[str, Any]:
-    """Return the config `loaded` after loading without the options that `completed` added to `config`.
-
-    So a run from any version of deltatune can be continued.
-    """
-    complete = completed(config)
-    added = complete.keys() - config.keys()
-    changed = [key for key in config if complete[key] != config[key]]
-    without_added = {key: value for key, value in loaded.items() if key not in added}
-    return without_added | {key: config[key] for key in changed}
 
 
 def _is_bailing(config: Config) -> bool:

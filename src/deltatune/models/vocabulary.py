@@ -101,15 +101,12 @@ def check_examples(model: nn.Module, tokenizer: Any, examples: Iterable[Any]) ->
     """Refuse examples with a token for which the model has no row, naming the first `source` and token."""
     rows = token_rows(model)
     for example in examples:
-        if example.tokens.max() >= rows:
-            raise UserError(_refusal(example.source, example.tokens, tokenizer, rows))
+        _check_tokens(example.tokens, example.source, tokenizer, rows)
 
 
 def check_prompt(model: nn.Module, tokenizer: Any, tokens: Sequence[int], source: str = "--prompt") -> None:
     """Check that the model has a row for every token of a prompt. UserError, naming `source`, where it has not."""
-    rows = token_rows(model)
-    if max(tokens) >= rows:
-        raise UserError(_refusal(source, np.array(tokens), tokenizer, rows))
+    _check_tokens(np.array(tokens), source, tokenizer, token_rows(model))
 
 
 def tokens_without_row(model: nn.Module, tokenizer: Any) -> str | None:
@@ -126,9 +123,11 @@ def tokens_without_row(model: nn.Module, tokenizer: Any) -> str | None:
     )
 
 
-def _refusal(where: str, tokens: np.ndarray, tokenizer: Any, rows: int) -> str:
+def _check_tokens(tokens: np.ndarray, where: str, tokenizer: Any, rows: int) -> None:
+    if tokens.max() < rows:
+        return
     number = int(tokens[tokens >= rows][0])
-    return (
+    raise UserError(
         f"{where}: the token {tokenizer.convert_ids_to_tokens(number)!r} has the id {number:,}, and the model's "
         f"embedding has {rows:,} rows, for ids 0 to {rows - 1:,}. {_REMEDY}"
     )

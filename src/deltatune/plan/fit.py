@@ -203,7 +203,7 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
     yield "length", largest(lambda length: planner.at(rows, length, least), limits, {length: first}, lengths, fixed)
     numbers = range(config.rows_each, max(rows, _MOST_ROWS) + 1, config.rows_each)
     batch = largest(lambda rows: planner.at(rows, length, least), limits, {rows: first}, numbers, fixed)
-    yield "batch", _per_run(batch, run)
+    yield "batch", Largest(batch.value // config.rows_each * run.world.size, batch.more)
     if config.fine_tune_type != "full":
         current = config.lora_parameters.rank
         ranks = range(1, max(current, min(_MOST_RANK, _widest(run.model))) + 1)
@@ -386,10 +386,3 @@ def _widest(model: nn.Module) -> int:
 def _positions(model_config: dict[str, Any]) -> int:
     text = model_config.get("text_config") or model_config
     return int(text.get("max_position_embeddings") or _LONGEST)
-
-
-def _per_run(largest_of_rank: Largest, run: Run) -> Largest:
-    def batch(rows: int) -> int:
-        return rows // run.config.rows_each * run.world.size
-
-    return Largest(batch(largest_of_rank.value), largest_of_rank.more)

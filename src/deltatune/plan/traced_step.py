@@ -194,17 +194,14 @@ def trace_step(
         start = _start(model, config, layout, trained.loss, trained.teacher, step_of(traced.passes))
         step = start.step
         before = _leaves(model.trainable_parameters())
-        sums = start.sums
-        moments = start.moments
         names = {layout.address(array): name for name, array in leaves(model.parameters())}
-        existing_arrays, shared_buffers = start.arrays, start.shared_buffers
         blank = blank_batch(shape.rows, shape.length, config.pack, shape.preferences)
         if config.samples_answers or (config.loss == "distill" and config.memory is not None):
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
         with trace.having(shortened=shortened):
-            first, second, gradients = _outputs(step, sums, batch)
-        existing = _addresses(layout, existing_arrays)
+            first, second, gradients = _outputs(step, start.sums, batch)
+        existing = _addresses(layout, start.arrays)
         # One evaluation of a step as a whole, many of one by layers.
         phases = _phases(layout, [*traced.noted, first], existing)
         graphs = [node for phase in phases for node in all_nodes(phase.outputs)]
@@ -213,18 +210,21 @@ def trace_step(
         update_nodes = [node for node in read(layout, second, evaluated) if node.kind]
         sources = _constants(all_nodes(read(layout, _leaves(batch), existing)), existing)
         known = {node.address for node in [*sources, *(node for node in graphs if node.kind)]}
-        held = start.nodes + sources
+        held = [*start.nodes, *sources]
         held += _constants(graphs, existing | known) + _constants(all_nodes(update_nodes), evaluated)
         # The trainer refers to neither sums nor batch, so they live only until the last graph has read them.
-        phases[-1].dropped += [*(layout.address(array) for array in _leaves(sums)), *(node.address for node in sources)]
+        phases[-1].dropped += [
+            *(layout.address(array) for array in _leaves(start.sums)),
+            *(node.address for node in sources),
+        ]
         forward = _forward(phases, layout.address(first[0]))
         update_from = sum(len(phase.order) for phase in phases)
-        replaced = [*before, *step.joined, *moments, *_leaves(gradients)]
+        replaced = [*before, *step.joined, *start.moments, *_leaves(gradients)]
         phases.append(_phase(update_nodes, _replaced(layout, replaced, second)))
         tower, tower_reads = _tower_phase(layout, features, existing)
-    referenced = [*existing_arrays, *first, *second, *_leaves(batch), *features]
+    referenced = [*start.arrays, *first, *second, *_leaves(batch), *features]
     return TracedStep(
-        phases, held, shared_buffers, names, forward, update_from, start.before, referenced, tower, tower_reads,
+        phases, held, start.shared_buffers, names, forward, update_from, start.before, referenced, tower, tower_reads,
         traced.inputs.bytes,
     )  # fmt: skip
 

@@ -33,7 +33,8 @@ def named(text: str) -> Iterator[tuple[str, str, str, str]]:
     head, _, behind = text.partition(":")
     if head in BUILT_IN:
         _check(head, behind)
-        yield (head, head, head, behind) if head != "command" else (_stem(behind), behind, head, behind)
+        shown = (Path(shlex.split(behind)[0]).stem, behind) if head == "command" else (head, head)
+        yield *shown, head, behind
         return
     path, _, names = text.rpartition(":")
     functions = [name.strip() for name in names.split(",") if name.strip()]
@@ -45,10 +46,6 @@ def named(text: str) -> Iterator[tuple[str, str, str, str]]:
         raise UserError(f"reward_funcs: {path}: there is no such file; give the path of a file of Python.")
     for name in functions:
         yield name, f"{name} ({path})", path, name
-
-
-def _stem(command: str) -> str:
-    return Path(shlex.split(command)[0]).stem
 
 
 def _check(name: str, argument: str) -> None:

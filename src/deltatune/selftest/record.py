@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import inventory
+from ..doctor.examination import Examination
 from ..machine import atomic_files, packages
 from ..ops.operator import verdicts
 from ..plan.device_limits import device_limits
-from .examined import examination
 from .outcome import FAILED, NOT_RUN, PASSED, Check, Outcome
 from .times import LOOP, NATIVE, OURS, Timing
 
@@ -54,9 +54,9 @@ class SelftestRecord:
         self.content["checks"].append(entry)
         self.write()
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float, examination: Examination) -> None:
         """Add the doctor's full findings and the verdict after the last check, and write the file."""
-        self.content |= {"doctor": asdict(examination()), "finished": True, "seconds": round(seconds, 1)}
+        self.content |= {"doctor": asdict(examination), "finished": True, "seconds": round(seconds, 1)}
         self.content["thermal_state"]["after"] = inventory.thermal_state()
         self.content["times"] = [asdict(timing) for timing in self.timings]
         self.content["verdict"] = PASSED if self.passed else FAILED

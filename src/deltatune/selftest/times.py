@@ -15,8 +15,7 @@ from ..errors import first_line
 from ..machine import backend
 from ..ops.gated_delta import gated_delta, native
 from ..ops.gated_delta.choice import OPERATOR
-from ..ops.gated_delta.trial_case import SLOW_TOKENS, Call, ShapeClass, draw_floats
-from ..ops.gated_delta.workloads import Workload, truth_of
+from ..ops.gated_delta.trial_case import SLOW_TOKENS, Call, ShapeClass, Workload, draw_floats, truth_of
 from ..ops.operator import candidates
 from ..patches.recurrence import gated_delta_loop
 from ..plan.device_limits import device_limits

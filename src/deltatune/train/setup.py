@@ -343,24 +343,22 @@ def training(
             stack.enter_context(checkpointed(modules, [carried[at] for at in chosen.layers]))
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
-        trained = with_loss(model, config, compare, layers, report, compiled)
+        trained = with_loss(model, config, compare)
         # With noise, the two parts of a model could not be compared with the whole.
         if config.neftune_noise_alpha is not None:
             stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
-        yield trained
+        yield dataclasses.replace(trained, layers=layers, patches=report, compiled=compiled)
 
 
-def with_loss(
-    model: nn.Module, config: TrainConfig, compare: bool, layers: list[LayerInfo], patches: PatchReport, compiled: str
-) -> Training:
-    """Return the result of training(): the loss that `config` names, and the findings on the model."""
+def with_loss(model: nn.Module, config: TrainConfig, compare: bool) -> Training:
+    """Return the set-up with the loss that `config` names."""
     if config.mtp:
         parts, kind = _parts(model, compare)
         loss = mtp_loss(model, _needed(parts, kind, config), config)
         words = f"{kind}, {'' if config.mtp == 'only' else 'and '}of the multi-token-prediction head"
-        return Training(loss, words, layers, patches, compiled, figures=FIGURES)
+        return Training(loss, words, figures=FIGURES)
     if config.loss == "sft":
-        return Training(*choose_loss(model, compare=compare), layers, patches, compiled)
+        return Training(*choose_loss(model, compare=compare))
     parts, kind = _parts(model, compare)
     if config.loss == "distill":
         teacher = teacher_of(config)
@@ -368,18 +366,17 @@ def with_loss(
         compare = compare and config.memory is None
         loss = distillation_loss(_needed(parts, kind, config), teacher, config, compare=compare)
         words = f"divergence from {config.teacher}, {kind}"
-        return Training(loss, words, layers, patches, compiled, teacher=teacher)
+        return Training(loss, words, teacher=teacher)
     objective = objective_of(config)
     if objective is None:
         policy = SampledPolicy.of(config, model)
         backbone, head = _needed(parts, kind, config)
         of_policy = chunked_token_losses(backbone, head if policy.is_plain else PolicyHead(head, policy))
         loss = rollout_loss(of_policy, config)
-        figures = figures_of(config)
-        return Training(loss, kind, layers, patches, compiled, token_losses=of_policy, figures=figures)
+        return Training(loss, kind, token_losses=of_policy, figures=figures_of(config))
     token_losses = chunked_token_losses(*parts) if parts else full_token_losses(model)
     loss = preference_loss(token_losses, objective, config)
-    return Training(loss, kind, layers, patches, compiled, objective, token_losses, objective.figures)
+    return Training(loss, kind, objective=objective, token_losses=token_losses, figures=objective.figures)
 
 
 def _needed(parts: tuple[Any, Any] | None, kind: str, config: TrainConfig) -> tuple[Any, Any]:

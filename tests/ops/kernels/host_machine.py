@@ -372,11 +372,11 @@ def plant(text: str, old: str, new: str) -> str:
 
 
 def some_daily(defects: Iterable[Any]) -> list[Any]:
-    """Return planted defects for parametrize(); one of four stays daily, since each takes a kernel's compilation."""
+    """Return planted defects for parametrize(); one of eight stays daily, since each takes a kernel's compilation."""
     import pytest
 
     values = [defect if isinstance(defect, tuple) else (defect,) for defect in defects]
-    return [pytest.param(*each, marks=[pytest.mark.weekly] * (at % 4 > 0)) for at, each in enumerate(values)]
+    return [pytest.param(*each, marks=[pytest.mark.weekly] * (at % 8 > 0)) for at, each in enumerate(values)]
 
 
 def shows(wrong: Callable[[], bool], fault: str = "") -> bool:

@@ -179,14 +179,21 @@ LOADER = {"slice": 16, "loaders": 1, "stages": 2, "chunk": 32, "gradient_slice":
 WATCHED = {"batch": 1, "length": 70, "key_size": 24, "value_size": 40, "mask": "middle", "segments": True}
 
 
-@pytest.mark.parametrize("erases", [True, False], ids=["gated_delta", "linear_attention"])
-@pytest.mark.parametrize("tiling", [FOUR_TILES, LOADER], ids=["four tiles", "a group that loads"])
+@pytest.mark.parametrize(
+    ("tiling", "erases"),
+    [(FOUR_TILES, True), (LOADER, False)],
+    ids=["four tiles", "a group that loads, linear attention"],
+)
 def test_two_groups_per_strip_do_not_race(tiling, erases, nvidia_sized, check, table):
     check(nvidia_sized[True], table.Case("watched", **WATCHED), "bfloat16", erases=erases, **tiling)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
+# Either dtype and either kind of gates; the other two pairs are for the weekly run.
+PAIRS = [("float32", False), ("bfloat16", True)]
+PAIRS += [pytest.param(*pair, marks=pytest.mark.weekly) for pair in (("bfloat16", False), ("float32", True))]
+
+
+@pytest.mark.parametrize(("dtype", "per_channel"), PAIRS)
 def test_the_order_of_lanes_changes_no_bit(dtype, per_channel, machine, on_host, table):
     case = table.Case("order", **CASES["documents, masked middle"])
     first, _ = on_host(machine, case, getattr(mx, dtype), lanes=1, per_channel=per_channel)
@@ -197,8 +204,7 @@ def test_the_order_of_lanes_changes_no_bit(dtype, per_channel, machine, on_host,
             assert np.array_equal(np.array(value.view(bits)), np.array(again[key].view(bits))), (key, lanes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channel"])
+@pytest.mark.parametrize(("dtype", "per_channel"), PAIRS)
 def test_no_two_lanes_race(dtype, per_channel, watching, check, table):
     check(watching, table.Case("watched", **WATCHED), dtype, per_channel=per_channel)
 
@@ -229,7 +235,7 @@ STATES = {"batch": 1, "length": 130, "repeats": 3, "value_size": 64, "gates": "o
 
 @pytest.mark.parametrize(
     ("key_size", "tiling"),
-    [(128, {}), (256, {}), (256, FOUR_TILES), (128, FOUR_TILES | AHEAD)],
+    [(128, {}), pytest.param(256, {}, marks=pytest.mark.weekly), (256, FOUR_TILES), (128, FOUR_TILES | AHEAD)],
     ids=["a group", "a wide group", "two groups", "the next head's loads"],
 )
 def test_linear_attention_beside_naive(key_size, tiling, nvidia_sized, on_host, norms, table):

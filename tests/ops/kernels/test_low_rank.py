@@ -162,7 +162,10 @@ def test_every_number_of_rows_that_a_block_takes(rank, lines, gpu, divide):
 
 
 # Ten and more parts of the rows, and of the columns: a block loads the shares of eight at once.
-@pytest.mark.parametrize(("side", "width", "rank"), [(1, 648, 8), (2, 200, 7), (8, 1096, 16), (4, 40, 64)])
+@pytest.mark.parametrize(
+    ("side", "width", "rank"),
+    [(1, 648, 8), (2, 200, 7), pytest.param(8, 1096, 16, marks=pytest.mark.weekly), (4, 40, 64)],
+)
 def test_sums_of_several_blocks(side, width, rank, gpu, divide):
     each = low_rank.round_rows(rank, side)
     divide(side, each)

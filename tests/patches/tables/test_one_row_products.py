@@ -238,14 +238,14 @@ def test_training_experts_on_a_faulty_blas(libraries, tiny_checkpoint, tmp_path)
         (tmp_path / f"{name}.jsonl").write_text(f"{line}\n" * 2)
     model = tiny_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2)
     command = [sys.executable, "-m", "deltatune", "train", "--model", str(model), "--data", str(tmp_path), "--train"]
-    command += ["--iters", "2", "--batch-size", "1", "--steps-per-report", "1", "--adapter-path", str(tmp_path / "out")]
+    command += ["--iters", "1", "--batch-size", "1", "--steps-per-report", "1", "--adapter-path", str(tmp_path / "out")]
     env = planted.environment(libraries[0])
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("computes products of one row wrong") == 1
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [record[name] for record in records for name in ("train_loss", "val_loss") if name in record]
-    assert len(losses) >= 3
+    assert len(losses) >= 2
     assert all(math.isfinite(loss) for loss in losses)
 
 

@@ -21,7 +21,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan import placement
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
-from deltatune.train.by_layer import store
+from deltatune.train.by_layer import layer_step, store
 from deltatune.train.by_layer.layer_inputs import INPUTS
 from deltatune.train.by_layer.store import Store
 from deltatune.train.ending.interrupt import StoppedError
@@ -175,6 +175,27 @@ def test_layers_that_stay_are_not_waited_for_on_an_nvidia_gpu(config, least, who
     # A layer gives three arrays going forward, and two going backward.
     assert begun.count(3) == begun.count(2) == (4 - streamed) * config.iters
     assert adapters(tmp_path / "more") == adapters(whole[0])
+
+
+def test_an_nvidia_gpu_keeps_little_that_was_freed(config, least, whole, tmp_path, monkeypatch):
+    """The driver counts MLX's cache of freed memory as taken: that of planning and reading, and that of steps."""
+    limits, events, plain, own = [], [], mx.set_cache_limit, mx.set_cache_limit(2**40)
+    mx.set_cache_limit(own)
+    gpu = SimpleNamespace(launches_ahead=lambda: False, has_own_memory=lambda: True)
+    monkeypatch.setattr(store, "backend", gpu)
+    monkeypatch.setattr(layer_step, "backend", gpu)
+    monkeypatch.setattr(store.host_memory, "stay", lambda _: True)
+    monkeypatch.setattr(placement, "fits_on_host", lambda _: True)
+    monkeypatch.setattr(mx, "set_cache_limit", lambda limit: limits.append(limit) or plain(limit))
+    monkeypatch.setattr(mx, "clear_cache", lambda: events.append("cleared"))
+    placed = Store.place
+    monkeypatch.setattr(
+        Store, "place", lambda *given, **options: placed(*given, **options) or events.append("placed")
+    )
+    train(in_folder(config, tmp_path / "bounded", memory=least(config) + 1_000_000))
+    assert events[:2] == ["cleared", "placed"]
+    assert limits == [2**28, own]
+    assert adapters(tmp_path / "bounded") == adapters(whole[0])
 
 
 def test_preferences_are_learnt_from_the_disk_too(config, least, tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from deltatune.layers import describe
-from deltatune.machine import host_memory
+from deltatune.machine import backend, host_memory
 from deltatune.machine.disk import PageCache, disk_rate
 from deltatune.models.load import load
 from deltatune.options.config import LoraConfig, TrainConfig
@@ -20,7 +20,7 @@ from deltatune.train.by_layer.layer_inputs import DiskTime
 from deltatune.train.by_layer.store import Store, UnreadableWeightsError
 from deltatune.train.saved.state import weights_digest
 from deltatune.train.setup import prepare
-from deltatune.train.tree import array_places
+from deltatune.train.tree import array_places, leaves
 
 CONFIG = TrainConfig(lora_parameters=LoraConfig(rank=2))
 
@@ -149,6 +149,27 @@ def test_the_digest_of_a_model_is_the_same_from_the_disk(folder, kind):
     streamed, weights = weights_of(folder, [0, 1, 3], config)
     assert weights_digest(model, config) == weights_digest(streamed, config, weights)
     weights.close()
+
+
+def test_a_digest_leaves_the_weights_in_the_gpus_memory(folder, monkeypatch):
+    """MLX moves an array whose numbers the host reads out of an NVIDIA GPU's memory, for good."""
+    config = TrainConfig(lora_parameters=LoraConfig(rank=2))
+    model = load(folder).model
+    prepare(model, config)
+    expected = weights_digest(model, config)
+    kept = {host_memory.as_numpy(array.reshape(-1).view(mx.uint8)).ctypes.data for _, array in leaves(model.parameters())}
+    plain, read = mx.array.__array__, []
+
+    def noting(array, *arguments):
+        read.append(plain(array, *arguments))
+        return read[-1]
+
+    monkeypatch.setattr(mx.array, "__array__", noting)
+    monkeypatch.setattr(host_memory, "PIECE", 100)
+    monkeypatch.setattr(backend, "has_own_memory", lambda: True)
+    assert weights_digest(model, config) == expected
+    assert read
+    assert kept.isdisjoint(numbers.ctypes.data for numbers in read)
 
 
 def test_an_array_that_a_layer_holds_in_two_places_is_read_once(folder):

@@ -136,6 +136,6 @@ def test_the_console_script_learns_by_a_file_of_rewards(checkpoint, data_folder,
     assert record["reward"] == pytest.approx(
         record["rewards/short/mean"] + 0.5 * record["rewards/regex/mean"], abs=1e-5
     )
-    refused = deltatune(*run, "--reward-funcs", "nowhere.py:short", cwd=tmp_path)
+    refused = called(*run, "--reward-funcs", "nowhere.py:short", cwd=tmp_path)
     assert refused.returncode == 2
     assert "Loading" not in refused.stdout

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer
 from deltatune.train.ending.early_end import Ending
 from deltatune.train.ending.interrupt import StoppedError
+from deltatune.train.rollouts.rollout_order import RolloutOrder, Rollouts
 from deltatune.train.setup import ready
 from killed_runs import same
 from token_rewards import LowTokens
@@ -276,3 +279,14 @@ def test_a_run_that_is_interrupted_amid_a_sampling_continues_with_the_same_bits(
         trainer_of("stopped", rewards, iters=4).run()
     trainer_of("stopped", resume=True, iters=4).run()
     same(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_advantages_are_scaled_over_all_ranks():
+    config = TrainConfig(loss="grpo", scale_rewards="batch", num_generations=2)
+    world = SimpleNamespace(size=2, gather=lambda own: mx.stack([own, own + 10]))
+    sampler = SimpleNamespace(rewards=SimpleNamespace(weights=np.ones(1)))
+    order = RolloutOrder(SimpleNamespace(state=dict), sampler, None, config, world)
+    rewards = np.array([[0.0, 1, 2, 3]])
+    order._take(Rollouts(0, [], [2], None, rewards))
+    deviation = np.concatenate([rewards, rewards + 10]).std(ddof=1)
+    np.testing.assert_allclose(order._advantages, np.array([-0.5, 0.5, -0.5, 0.5]) / deviation, rtol=1e-3)

@@ -139,8 +139,8 @@ class DataTable:
     name: str
     count: int
     rows: Callable[[], Rows]
-    candidates: Callable[[], Rows]
-    digest: Callable[[], bytes] | None
+    candidates: Callable[[], Rows] = lambda: iter(())
+    digest: Callable[[], bytes] | None = None
 
 
 def jsonl(path: Path) -> DataTable:

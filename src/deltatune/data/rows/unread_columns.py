@@ -72,9 +72,8 @@ def refuse_unknown_keys(part: Mapping[str, Any], known: Collection[str], where: 
 def refuse_judged(row: Mapping[str, Any], read: Collection[str], source: str) -> None:
     """Refuse, with a UserError, a row that marks its answer as a bad one, in a column beside those in `read`."""
     for name in _JUDGED:
-        value = None if name in read else row.get(name)
         # A cell of a CSV file is text. Numbers may be classes, which a note tells of.
-        if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
+        if name not in read and _written(row.get(name)) == "false":
             raise UserError(
                 f"{source}: {name!r} is false: this is a bad answer, and it would be imitated. To learn from good and "
                 'bad answers, give --loss kto and lines of {"prompt": ..., "completion": ..., "label": true or '
@@ -119,11 +118,11 @@ def _is_empty(value: Any) -> bool:
 def unread(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Return the columns of a row that have a meaning and are not read, beside those in `read`."""
     present = [name for name in _COLUMNS if name in row and name not in read and not _is_empty(row[name])]
-    return [name for name in present if not (name in _JUDGED and _is_true(row[name]))]
+    return [name for name in present if not (name in _JUDGED and _written(row[name]) == "true")]
 
 
-def _is_true(value: Any) -> bool:
-    return value is True or (isinstance(value, str) and value.strip().lower() == "true")
+def _written(value: Any) -> str:
+    return str(value).strip().lower()
 
 
 def counts(message: Mapping[str, Any], number: int, source: str) -> bool:

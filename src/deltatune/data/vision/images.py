@@ -217,15 +217,13 @@ def stated_orientation(block: bytes) -> int | None:
     order = {b"II": "<", b"MM": ">"}.get(block[:2])
     if order is None:
         return None
-    try:
+    with contextlib.suppress(struct.error):
         (start,) = struct.unpack_from(f"{order}I", block, 4)
         (count,) = struct.unpack_from(f"{order}H", block, start)
         for place in range(start + 2, start + 2 + 12 * count, 12):
             tag, kind = struct.unpack_from(f"{order}HH", block, place)
-            if tag == _ORIENTATION:
-                return struct.unpack_from(order + _INTEGERS[kind], block, place + 8)[0] if kind in _INTEGERS else None
-    except struct.error:
-        return None
+            if tag == _ORIENTATION and kind in _INTEGERS:
+                return struct.unpack_from(order + _INTEGERS[kind], block, place + 8)[0]
     return None
 
 

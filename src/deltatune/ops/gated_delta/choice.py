@@ -13,7 +13,7 @@ import mlx.core as mx
 from ...machine import backend
 from .. import IMPLEMENTATIONS
 from ..operator.operator import Candidate, Operator
-from . import fused_op, native, trial_case, workloads
+from . import fused_op, native, trial_case
 from .chunk import gated_delta_chunk
 from .group import MatrixProducts
 from .naive import gated_delta_naive
@@ -107,7 +107,7 @@ OPERATOR = Operator(
     },
     case_of=trial_case.trial_case,
     timed_case_of=trial_case.timed_case,
-    examples=workloads.calls,
-    compare_last=workloads.compare_chunk,
-    workloads=workloads.workloads,
+    examples=trial_case.calls,
+    compare_last=trial_case.compare_chunk,
+    workloads=trial_case.workloads,
 )

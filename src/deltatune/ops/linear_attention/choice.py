@@ -6,10 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from .. import IMPLEMENTATIONS
-from ..gated_delta import workloads
+from ..gated_delta import trial_case
 from ..gated_delta.choice import OPERATOR as GATED_DELTA
-from ..gated_delta.trial_case import ShapeClass
-from ..gated_delta.workloads import Workload
+from ..gated_delta.trial_case import ShapeClass, Workload
 
 # Small sizes, on which the recurrence takes little time.
 SMALL = (
@@ -44,7 +43,7 @@ OPERATOR = replace(
     implementations=IMPLEMENTATIONS["linear_attention"],
     orders=GATED_DELTA.orders | {"metal": ("fused", "chunk_bf16", "chunk")},
     candidates={name: GATED_DELTA.candidates[name] for name in IMPLEMENTATIONS["linear_attention"]},
-    examples=partial(workloads.calls, MODELS),
-    compare_last=partial(workloads.compare_chunk, SMALL),
+    examples=partial(trial_case.calls, MODELS),
+    compare_last=partial(trial_case.compare_chunk, SMALL),
     workloads=workloads_of,
 )

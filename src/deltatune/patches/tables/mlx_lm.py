@@ -114,7 +114,7 @@ class Convolution(NamedTuple):
 
 
 def _noted(conv: Any, x: mx.array, y: mx.array, documents: mx.array | None = None) -> mx.array:
-    """Note the output y of conv(x) in training, for nn.silu (activations.py). Returns y."""
+    """Note the output y of conv(x) in training, for nn.silu (pointwise.py). Returns y."""
     known = trace.current().known
     known.forget(Convolution)
     if (PASSES.is_for_here or keeps_inputs_alone()) and conv.training and "bias" not in conv:

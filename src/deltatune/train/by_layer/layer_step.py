@@ -28,6 +28,11 @@ from .layer_passes import LayerPasses
 from .store import Store
 
 
+#: The freed memory that MLX may keep beside an NVIDIA GPU, where the driver counts it as taken. More saves no time by
+#: layers (docs/decisions/larger-than-memory.md).
+_KEPT = 2**28
+
+
 class LayerStep(Step):
     """A training step that computes micro-batches by layers; they are done when micro_batch() returns."""
 
@@ -77,17 +82,22 @@ def by_layers(
     assert config.memory is not None
     features = 0 if backend.has_own_memory() else feature_bytes
     before = mx.set_memory_limit(config.memory - features + weights.on_host)
+    kept_before = mx.set_cache_limit(_KEPT) if backend.has_own_memory() else None
     try:
         # The rest of the model runs without the weights of its layers.
         with LayerCalls(layers, passed_on).watched():
-            compiled_by = f"{trained.compiled}, one layer at a time"
-            trained = with_loss(model, config, True, trained.layers, trained.patches, compiled_by)
-        passes = LayerPasses(model, trained.loss, weights, between=between)
+            compared = with_loss(model, config, True)
+        passes = LayerPasses(model, compared.loss, weights, between=between)
         with passes.served():
             passes.check(packed=config.pack)
-            yield dataclasses.replace(trained, passes=passes)
+            compiled = f"{trained.compiled}, one layer at a time"
+            yield dataclasses.replace(
+                compared, layers=trained.layers, patches=trained.patches, compiled=compiled, passes=passes
+            )
     finally:
         mx.set_memory_limit(before)
+        if kept_before is not None:
+            mx.set_cache_limit(kept_before)
 
 
 @contextmanager

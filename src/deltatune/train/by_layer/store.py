@@ -158,6 +158,9 @@ class Store(ResidentLayers):
                 places[at].array = array
         in_layers = {id(place.array) for places in self._places for place in places}
         mx.eval([place.array for _, place in array_places(model) if id(place.array) not in in_layers])
+        if backend.has_own_memory():
+            # What planning and reading have freed counts on the GPU as if it were in use.
+            mx.clear_cache()
 
     def _hold_on_host(self) -> None:
         """Read all arrays that will be needed into main memory, a layer at a time; lazily() then gives copies.
@@ -218,6 +221,8 @@ class Store(ResidentLayers):
         name = self.names.get(path)
         if name is None or name not in self._on_disk:
             return array
+        if name in self._in_host_memory:
+            return self._in_host_memory[name]
         read = self.lazily([name])
         self.wait(read)
         return read[0]

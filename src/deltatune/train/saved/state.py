@@ -25,7 +25,7 @@ from mlx.utils import tree_map_with_path
 from ...errors import UserError, first_line
 from ...machine import checksum
 from ...machine.atomic_files import replace_durably
-from ...machine.host_memory import as_numpy
+from ...machine.host_memory import bytes_of
 from ...options.config import TrainConfig
 from ..by_layer.store import Store
 from ..distillation import teacher_of
@@ -298,8 +298,8 @@ def weights_digest(model: nn.Module, config: TrainConfig, weights: Store | None 
     for name, leaf in [] if config.from_scratch else loaded:
         digest.update(name.encode())
         array = leaf if weights is None else weights.numbers(name, leaf)
-        numbers: Any = as_numpy(array.reshape(-1).view(mx.uint8))
-        digest.update(numbers)
+        for piece in bytes_of(array):
+            digest.update(piece)  # type: ignore[arg-type]
     return digest.hexdigest()
 
 
