@@ -189,9 +189,7 @@ def test_an_nvidia_gpu_keeps_little_that_was_freed(config, least, whole, tmp_pat
     monkeypatch.setattr(mx, "set_cache_limit", lambda limit: limits.append(limit) or plain(limit))
     monkeypatch.setattr(mx, "clear_cache", lambda: events.append("cleared"))
     placed = Store.place
-    monkeypatch.setattr(
-        Store, "place", lambda *given, **options: placed(*given, **options) or events.append("placed")
-    )
+    monkeypatch.setattr(Store, "place", lambda *given, **options: placed(*given, **options) or events.append("placed"))
     train(in_folder(config, tmp_path / "bounded", memory=least(config) + 1_000_000))
     assert events[:2] == ["cleared", "placed"]
     assert limits == [2**28, own]

@@ -157,7 +157,9 @@ def test_a_digest_leaves_the_weights_in_the_gpus_memory(folder, monkeypatch):
     model = load(folder).model
     prepare(model, config)
     expected = weights_digest(model, config)
-    kept = {host_memory.as_numpy(array.reshape(-1).view(mx.uint8)).ctypes.data for _, array in leaves(model.parameters())}
+    kept = {
+        host_memory.as_numpy(array.reshape(-1).view(mx.uint8)).ctypes.data for _, array in leaves(model.parameters())
+    }
     plain, read = mx.array.__array__, []
 
     def noting(array, *arguments):
