@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import UserError
 from ..machine import atomic_files, checksum
@@ -182,4 +181,4 @@ def _write(tensor: mx.array | StoredTensor, out: BinaryIO) -> None:
         tensor.write(out)
     else:
         for piece in bytes_of(tensor):
-            out.write(piece)  # type: ignore[arg-type]
+            out.write(piece.data)

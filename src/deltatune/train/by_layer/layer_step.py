@@ -27,7 +27,6 @@ from .layer_calls import LayerCalls, passed_on
 from .layer_passes import LayerPasses
 from .store import Store
 
-
 #: The freed memory that MLX may keep beside an NVIDIA GPU, where the driver counts it as taken. More saves no time by
 #: layers (docs/decisions/larger-than-memory.md).
 _KEPT = 2**28
