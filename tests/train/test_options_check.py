@@ -173,7 +173,7 @@ def test_rows_beyond_windows_and_original_lengths_give_the_loss_of_their_documen
     assert loss(called(*words(model, data, 128, "--pack"))) == expected
 
 
-@pytest.mark.bad_input("an accumulation that is longer than the run, or a single update at a learning rate of 0")
+@pytest.mark.bad_input("an accumulation longer than the run, a single update at a rate of 0, files as sample prompts")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -183,6 +183,8 @@ def test_rows_beyond_windows_and_original_lengths_give_the_loss_of_their_documen
                 "name": "linear_schedule", "arguments": [1e-4, 0, 10], "warmup": 2}},
             "its learning rate is 0",
         ),
+        ({"sample_prompts": ["why?", "x" * 5000, "none.jsonl"]}, "sample_prompts: none.jsonl: no such file"),
+        ({"sample_prompts": [__file__]}, "is a file; a file of prompts has a name that ends with .jsonl"),
     ],
 )  # fmt: skip
 def test_a_run_that_would_change_nothing_is_refused(options, said):
