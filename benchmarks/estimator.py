@@ -2,7 +2,7 @@
 
 usage: python benchmarks/estimator.py docs/estimator.svg
 
-The policy is that of tests/train/policy_gradient/test_estimator.py, a table of logits whose answers of two tokens are
+The policy is that of tests/train/test_estimator.py, a table of logits whose answers of two tokens are
 all enumerated: the expected gradient and the exact one are sums, so that no line has any noise.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from plot import COLOURS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "train" / "policy_gradient"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "train"))
 from test_estimator import exact_gradient, expected_gradient
 
 TEMPERATURES = np.linspace(0.4, 1.6, 25)

@@ -140,7 +140,7 @@ def test_help_is_grouped_and_complete(run):
 def test_train_eval_generate_and_merge_work_together(run, checkpoint, data, tmp_path):
     out, merged = tmp_path / "out", tmp_path / "merged"
     common = ["--model", checkpoint, "--data", data]
-    quick = ["--iters", "120", "--batch-size", "2", "--learning-rate", "1e-3"]
+    quick = ["--iters", "50", "--batch-size", "2", "--learning-rate", "4e-3"]
     code, said, err = run("train", *common, *quick, "--train", "--adapter-path", out, "--test")
     assert code == 0, err
     tested = re.search(r"Test loss ([\d.]+), test perplexity", said)[1]

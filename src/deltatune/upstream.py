@@ -240,7 +240,7 @@ class Probed:
 
 def probed() -> list[Probed]:
     """Look for every private name of the packages that are installed."""
-    outcomes = []
+    results = []
     for name, without, present in NAMES:
         if importlib.util.find_spec(re.split(r"\W", name)[0]) is None:
             continue
@@ -248,5 +248,5 @@ def probed() -> list[Probed]:
             is_there = present()
         except (AttributeError, TypeError, LookupError, OSError):
             is_there = False
-        outcomes.append(Probed(name, is_there, without))
-    return outcomes
+        results.append(Probed(name, is_there, without))
+    return results

@@ -45,14 +45,14 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     data, adapter, merged = tmp_path / "data", tmp_path / "adapter", tmp_path / "merged"
     data.mkdir()
     (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
-    flags = ["--iters", 120, "--batch-size", 2, "--learning-rate", "1e-3"]
+    flags = ["--iters", 50, "--batch-size", 2, "--learning-rate", "4e-3"]
     flags += ["--adapter-path", adapter]
     sampled = ["--sample-prompts", ROW["prompt"], "--sample-max-tokens", 40]
     trained = called("train", "--model", base, "--data", data, *flags, *sampled)
     assert trained.returncode == 0, trained.stderr
     said = " ".join(trained.stdout.split())
     assert "ends an answer with '<|im_end|>', and the model's config stops generation at '<|endoftext|>' alone" in said
-    assert f"Iter 120, sample 1: {ROW['prompt']} -> {ROW['completion']}" in said, said[-600:]
+    assert f"Iter 50, sample 1: {ROW['prompt']} -> {ROW['completion']}" in said, said[-600:]
     options = {"adapter_path": str(adapter), "max_tokens": 40}
     assert generate(GenerateOptions(str(base), ROW["prompt"], **options)) == ROW["completion"]
     asked = "merge", "--model", base, "--adapter-path", adapter, "--save-path", merged, "--extra-eos-token"

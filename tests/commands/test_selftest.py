@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import dataclass, field
 
 import pytest
 from rich.console import Console
@@ -12,9 +13,18 @@ from deltatune.selftest.outcome import Check, Outcome
 from deltatune.selftest.record import FILE, HEADER
 
 
+@dataclass
+class Examined:
+    """The doctor's findings, as far as the screen reads them."""
+
+    times: list[dict] = field(default_factory=lambda: [{"calls": "some calls", "milliseconds": {"fused": 1.0}}])
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(monkeypatch, tmp_path):
+    """Nor does the doctor, whose findings stand in the file too, examine the machine again."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "examination", Examined)
 
 
 def of(monkeypatch, *outcomes):
@@ -37,6 +47,7 @@ def test_all_good_is_exit_code_0(monkeypatch):
     assert code == 0
     assert record["verdict"] == "passed"
     assert record["finished"]
+    assert "some calls: fused 1.0 ms" in shown
     assert "✓ check 0  y 1.0e-07 of 1.0e-06" in shown
     assert "– check 1  for CUDA" in shown
     assert "1 checks passed, 0 failed, 1 are not for this machine" in shown

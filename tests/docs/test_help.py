@@ -1,16 +1,16 @@
-"""Every command does as its help states: a table of sentences, on a few shared runs.
-
-The first run of each command, and those with standard input, go through the console script in processes of their own.
-"""
+"""Every command does as its help states: a table of sentences, on a few shared runs."""
 
 import ast
 import dataclasses
+import io
 import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -18,7 +18,7 @@ import yaml
 from pages import ROOT
 
 import docs_pages
-from console import called, deltatune
+from console import called
 
 ROW = {"prompt": "the quick brown fox", "completion": "jumps over"}
 # Two reports and evaluations in four iterations, a test, samples, and more layers than the model has.
@@ -49,11 +49,9 @@ class Shop:
     def run(
         self, name: str, line: str, *more: object, code: int = 0, records: str = "full", input: str | None = None
     ) -> None:
-        words = [*line.split(), *map(str, more)]
-        if input is None:
-            done = called(*words, cwd=self.folder)
-        else:
-            done = deltatune(*words, cwd=self.folder, input=input, HF_HUB_OFFLINE="1")
+        stdin = io.TextIOWrapper(io.BytesIO((input or "").encode()))
+        with mock.patch.object(sys, "stdin", stdin):
+            done = called(*line.split(), *more, cwd=self.folder)
         assert done.returncode == code, f"{line}: {done.stdout[-500:]}{done.stderr}"
         self.said[name] = done
         metrics = self.folder / records / "metrics.jsonl"

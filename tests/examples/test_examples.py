@@ -61,6 +61,7 @@ def test_a_loop_of_ones_own_learns_under_the_patches(tmp_path):
     assert "gated_delta_update" in printed
 
 
+@pytest.mark.weekly
 def test_packed_documents_stay_apart(tmp_path):
     printed = run_script(tmp_path, "packed_documents")
     joined, packed = (

@@ -71,10 +71,11 @@ def test_callbacks_watch_a_run_and_end_it(by_command, tmp_path, capsys):
     assert generate(load(MODEL, adapter=out), "question 3", max_tokens=4) == generate(
         loaded, "question 3", max_tokens=4
     )
-    _, result = finetune(MODEL, data, resume=True, **options)
+    _, result = tuned = finetune(MODEL, data, resume=True, **options)
     assert (result.iterations, result.stopped_early) == (4, False)
     page = html.escape((out / "report.html").read_text(encoding="utf-8"))
-    assert result._repr_html_() == f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
+    drawn = f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
+    assert (result._repr_html_(), tuned._repr_html_()) == (drawn, drawn)
     (out / "report.html").unlink()
     assert result._repr_html_() is None
 

@@ -10,7 +10,9 @@ from PIL import Image
 
 from console import called, deltatune
 from deltatune import cli
-from deltatune.options.config import LoraConfig, TrainConfig, build, read_yaml
+from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.options.values import build
+from deltatune.options.yaml_files import read_yaml
 from deltatune.recipes import shipped
 
 FILES = Path(shipped.__file__).parent / "shipped"

@@ -95,7 +95,6 @@ RUNS = {
         "rows": [{"text": f"a {TOKENS[0]} {n}"} for n in range(8)],
         "resize_embeddings": True,
         "streaming": True,
-        "shuffle_buffer": 4,
     },
     "images": {
         "min_pixels": 32 * 32,

@@ -17,7 +17,7 @@ from ..data.prompts import conversation_text, text_tokens
 from ..errors import UserError, first_line
 from ..models.batch_decoder import ROWS
 from ..models.head import Likelihood
-from ..options.config import nearest
+from ..options.values import nearest
 from .session import Session
 
 # The tokens of an answer, where a task does not say how many it may have: lm-eval's own number.

@@ -16,8 +16,9 @@ from ..errors import UserError
 from ..machine import ranks
 from ..machine.wrapping import say
 from ..options.conditions import TRAINING, Facts, changed_options, refuse_unread
-from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig, nearest, read_yaml
-from ..options.values import Range, build, check_values, checked, fields_of, parsed_options
+from ..options.config import NO_TYPE_FROM_SCRATCH, LoraConfig, TrainConfig
+from ..options.values import Range, build, check_values, checked, fields_of, nearest, parsed_options
+from ..options.yaml_files import read_yaml
 
 
 @contextlib.contextmanager

@@ -11,20 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import UserError
-from .values import (
-    COUNT,
-    FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Range,
-    build,
-    checked_options,
-    fix,
-    nearest,
-    option,
-    unknown_names,
-)
-from .yaml_files import read_yaml
+from .values import COUNT, FINITE, NOT_NEGATIVE, POSITIVE, Range, checked_options, fix, option, unknown_names
 
 
 class DataInMemory(str):
@@ -52,9 +39,6 @@ class DataInMemory(str):
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         # Saved options hold the name alone.
         return str(self)
-
-
-__all__ = ["LoraConfig", "TrainConfig", "build", "nearest", "read_yaml"]
 
 
 # By the group in which an option is listed.

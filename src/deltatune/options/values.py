@@ -158,10 +158,12 @@ def nearest(word: str, known: list[str]) -> str:
         return f" ({answer})"
     if word.startswith("--no-") and f"--{word[5:]}" in known:
         return f" (leave --{word[5:]} out)"
-    by_name = {name.lstrip("-"): name for name in known}
-    closest = [name for name in by_name if name.startswith(word.lstrip("-"))]
+    by_name = {name.lstrip("-").lower(): name for name in known}
+    lower = word.lstrip("-").lower()
+    # One is the beginning of the other: --temp, or adamw_torch.
+    closest = [name for name in by_name if name.startswith(lower) or lower.startswith((f"{name}_", f"{name}-"))]
     if len(closest) != 1:
-        closest = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.7)
+        closest = difflib.get_close_matches(lower, list(by_name), n=1, cutoff=0.66)
     return f" (did you mean {by_name[closest[0]]!r}?)" if closest else ""
 
 

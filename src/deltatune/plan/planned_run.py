@@ -14,13 +14,13 @@ from typing import Any
 
 from ..errors import UserError
 from ..machine import backend
-from ..models.load import Loaded
 from ..options.config import TrainConfig
 from ..rewards import Rewards
 from ..train import Result, Trainer
 from ..train.distributed import World
 from ..train.iterations import Callbacks
 from ..train.options_check import check_options
+from ..train.progress import FineTuned
 from ..train.reports.log import check_services
 from ..train.reports.screen import Screen
 from ..train.saved.folder import RunFolder
@@ -114,7 +114,7 @@ def finetune(
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
     on_save: Callable[[Path], object] | None = None,
     **options: Any,
-) -> tuple[Loaded, Result]:
+) -> FineTuned:
     """Carry out a whole run as `deltatune train` does: load the model, add adapters, plan, train, save and test.
 
     A callback may end the run in order by raising StopTraining. Several ranks call it alike.
@@ -162,7 +162,7 @@ def finetune(
     rows = [("saved", config.adapter_path), ("best", best.removeprefix("best, with ").rstrip("; ")), ("report", report)]
     line = f"Saved in {config.adapter_path}; {best}report: {report}"
     run.screen.ended(line, [row for row in rows if row[1]], trainer.outputs.commands()[0])
-    return run.loaded, result
+    return FineTuned(run.loaded, result)
 
 
 def plan_run(config: TrainConfig) -> RunForecast:

@@ -21,15 +21,14 @@ from ..ops.functional import differentiated_once, undisturbed
 from ..ops.segments import segments
 from ..ops.tracing import side_outputs
 from .tree import from_host
-from .updates.routers import RouterLosses, weight_or_one
+from .updates.routers import RouterLosses, mean_with
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4
 
 # (inputs [B,T], targets [B,T], weights [B,T]) -> (sum of weighted losses, sum of weights), as fp32 scalars. A vision
 # model's loss takes the images as a fourth argument, VisionArrays. A loss of preferences or of rollouts takes their
-# arrays as its last argument, and returns a third array, [2, figures] (preferences/loss.py,
-# policy_loss.py).
+# arrays as its last argument, and returns a third array, [2, figures] (preferences/objectives.py, policy_loss.py).
 LossFunction = Callable[..., tuple[mx.array, ...]]
 
 
@@ -128,13 +127,8 @@ def mean_loss_and_gradients(
     def mean(parameters: Any) -> tuple[mx.array, ...]:
         model.update(parameters)
         with side_outputs.collecting(routers is not None) as sums:
-            total, weight, *figures = loss_of(loss, batch)
-        quotient = total / weight_or_one(weight)
-        if routers is not None:
-            added, reported = routers.of(sums, weight)
-            quotient = quotient + added
-            figures = [mx.concatenate([*figures, reported], axis=1)]
-        return quotient, total, weight, *figures
+            result = loss_of(loss, batch)
+        return mean_with(routers, sums, result)
 
     trainable = model.trainable_parameters()
     watching: Any = nullcontext()

@@ -8,8 +8,9 @@ gives every token of a long row other positions, by the length of the row with i
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..lora.convert import whole_modules, without_adapters
 from ..lora.new_rows import grown_tables, row_count
 from ..lora.select import select
 from ..lora.weights import is_quantized
+from ..machine.environment import expanded
 from ..models.vocabulary import token_tables
 from ..ops.functional import undisturbed
 from ..ops.random_state import drawing_from
@@ -51,6 +53,7 @@ def check_options(config: TrainConfig) -> list[str]:
     build_optimizer(config)
     if config.resume_adapter_file is not None:
         check_file(Path(config.resume_adapter_file))
+    _check_sample_prompts(config.sample_prompts)
     objective_of(config)
     if config.loss == "grpo":
         variant_of(config)
@@ -64,6 +67,16 @@ def check_options(config: TrainConfig) -> list[str]:
             "about as much; usual rates are 1e-5 to 1e-3."
         ]
     return []
+
+
+def _check_sample_prompts(entries: Sequence[str]) -> None:
+    """Refuse a file of prompts that is missing, and the name of another file, which would be asked as a prompt."""
+    for entry in entries:
+        is_file = os.path.isfile(expanded(entry))
+        if entry.endswith(".jsonl") and not is_file:
+            raise UserError(f"sample_prompts: {entry}: no such file; give one with a prompt in each row.")
+        if is_file and not entry.endswith(".jsonl"):
+            raise UserError(f"sample_prompts: {entry} is a file; a file of prompts has a name that ends with .jsonl.")
 
 
 def check_updates(config: TrainConfig) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ops.recomputation import Checkpoints
+
+if TYPE_CHECKING:
+    from ..models.load import Loaded
 
 
 @dataclass
@@ -158,3 +161,13 @@ class Result:
             best_iteration=progress.best_iteration if progress.best_iteration >= 0 else None,
             report=report,
         )
+
+
+class FineTuned(NamedTuple):
+    """The trained model with its tokenizer, and the final figures, which a notebook shows as the run's report."""
+
+    loaded: Loaded
+    result: Result
+
+    def _repr_html_(self) -> str | None:
+        return self.result._repr_html_()

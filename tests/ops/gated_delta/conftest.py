@@ -13,11 +13,25 @@ from deltatune.ops.gated_delta import gated_delta_chunk, gated_delta_naive
 from poison import poison
 
 cases = load(Path(__file__).with_name("cases.py"))
+# Of linear attention's, which erases nothing, one kind of gates for each case is daily, and cases of beta are none.
+EVERY = [
+    pytest.param(
+        case,
+        erases,
+        per_channel,
+        id=f"{case.name}-{'gated_delta' if erases else 'linear_attention'}-{'channel' if per_channel else 'scalar'}",
+        marks=[pytest.mark.weekly] * (not erases and (at + per_channel) % 2 == 0),
+    )
+    for at, case in enumerate(cases.CASES)
+    for erases in ((True, False) if case.beta is None else (True,))
+    for per_channel in (False, True)
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases.CASES, ids=lambda case: case.name)
+        metafunc.parametrize(("case", "erases", "per_channel"), EVERY)
+        return
     if "erases" in metafunc.fixturenames:
         metafunc.parametrize("erases", [True, False], ids=["gated_delta", "linear_attention"])
     if "per_channel" in metafunc.fixturenames:

@@ -18,8 +18,6 @@ FLOATS = ("q", "k", "v", "log_g", "beta", "initial_state")
 
 def test_every_gradient(case, per_channel, erases, naive, chunk, run, errors, cotangents):
     """Of the recurrence in fp32 as well, beside the same truth, which takes longer than either."""
-    if not (erases or case.beta is None):
-        pytest.skip("a case of beta")
     seed = zlib.crc32(f"{case.name} {per_channel}".encode())
     inputs = case.inputs(per_channel, seed, erases)
     dy, dstate = cotangents(inputs, seed)

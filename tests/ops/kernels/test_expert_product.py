@@ -124,8 +124,15 @@ def on_hopper(machine, monkeypatch):
     return multiply
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("counts", COUNTS)
+# Each count with two sizes daily, and each of four sizes with three counts or more.
+COUNTED = [
+    pytest.param(counts, sizes, marks=[pytest.mark.weekly] * ((at - i) % 4 > 1))
+    for i, counts in enumerate(COUNTS)
+    for at, sizes in enumerate(SIZES)
+]
+
+
+@pytest.mark.parametrize(("counts", "sizes"), COUNTED)
 def test_product_and_gradient(counts, sizes, run):
     """Matrices are stored by inputs and by outputs in turn."""
     transpose = (list(SIZES).index(sizes) + list(COUNTS).index(counts)) % 2 == 0

@@ -108,7 +108,8 @@ CASES = {
     "130 tokens": SIZES,
     "three tokens": SIZES | {"length": 3},
     "documents, masked middle": SIZES
-    | {"batch": 2, "key_heads": 2, "repeats": 2, "mask": "middle", "segments": True, "gates": "mixed", "length": 90},
+    | {"batch": 2, "key_heads": 2, "repeats": 2, "value_size": 64, "mask": "middle", "segments": True}
+    | {"gates": "mixed", "length": 90},
     "closed gates, three heads": SIZES | {"repeats": 3, "gates": "closed", "length": 70},
     "few closed gates, values of 64": SIZES | {"value_size": 64, "gates": "few closed"},
     "one key": SIZES | OPEN | {"keys": "one", "beta": 1.0, "bound": REPEATED_KEY},

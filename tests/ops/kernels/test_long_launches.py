@@ -18,7 +18,6 @@ oracle = load(Path(__file__).parents[1] / "attention" / "oracle.py")
 LENGTH, HEADS, SIZE = 200, (2, 1), 16
 CASES = {
     "packed": {"segments": "long"},
-    "a window": {"window": 50},
     "a window as long as a part": {"window": 100, "segments": "long"},
     "sinks": {"with_sinks": True},
     "a piece of a row": {"queries": 100, "keys": LENGTH},

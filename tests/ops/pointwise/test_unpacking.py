@@ -48,8 +48,15 @@ def check(arrays, group_size, bits, dtype, execute):
     assert (error <= bound + 2.0**-24).all()
 
 
-@pytest.mark.parametrize("group_size", unpacking.GROUP_SIZES)
-@pytest.mark.parametrize("bits", unpacking.BITS)
+# Of three sizes of groups one for each number of bits daily, by turns.
+LAYOUTS = [
+    pytest.param(bits, size, marks=[pytest.mark.weekly] * ((i + j) % 3 > 0))
+    for i, bits in enumerate(unpacking.BITS)
+    for j, size in enumerate(unpacking.GROUP_SIZES)
+]
+
+
+@pytest.mark.parametrize(("bits", "group_size"), LAYOUTS)
 def test_every_layout_against_float64(bits, group_size, execute):
     arrays = random_matrix((5, 384), group_size, bits)
     check(arrays, group_size, bits, mx.bfloat16, execute)

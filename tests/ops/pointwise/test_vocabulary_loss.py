@@ -19,6 +19,7 @@ from deltatune.ops.pointwise.vocabulary_loss import FILES, exact_losses, split_a
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.graph import all_nodes, read
 from pretended import pretended
+from two_dtypes import in_two_dtypes
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 # Half a last place of the dtype; and fp32's, twice, of exponents of 2 down to -126, which is as much of the result.
@@ -50,8 +51,7 @@ def check(logits, targets, cotangents, execute):
     return losses, gradients
 
 
-@pytest.mark.parametrize("vocabulary", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocabulary", "dtype"), in_two_dtypes(SIZES))
 def test_losses_and_gradients_against_float64(dtype, vocabulary, execute):
     # Eight rows or more, so that no array is so small that Metal keeps it elsewhere.
     check(*draw(9, vocabulary, dtype), execute)

@@ -161,6 +161,7 @@ def test_a_bound_that_everything_fits_within_changes_no_result(config, whole, tm
     assert 950_000_000 in set_limits
     said = capsys.readouterr().out
     assert "all weights stay in memory" in said
+    assert "Patches: " in said
     assert "for the disk" not in said
     assert adapters(tmp_path / "bounded") == adapters(whole[0])
 

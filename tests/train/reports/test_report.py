@@ -149,6 +149,7 @@ def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(make_trainer, ru
     def follow(iterations, _):
         pages.append(report.read_text(encoding="utf-8"))
         iterations._ending.stop.asked = "still training" in pages[-1]
+        assert len(pages) < 1000
 
     with pytest.raises(StoppedError):
         run_with(make_trainer(iters=100_000, save_every=100_000, steps_per_report=1, val_batches=0), follow)

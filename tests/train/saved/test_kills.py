@@ -44,10 +44,10 @@ SAVED = {"iteration": 4, "write": 2, "replace": 8, "fsync": 8}
 
 @pytest.fixture
 def of_kind(options, request, tmp_path):
-    """of_kind(kind) returns the options of a run of 12 iterations of that kind, without its folder."""
+    """of_kind(kind) returns the options of a run of 8 iterations of that kind, without its folder."""
 
     def make(kind):
-        values = options | {"iters": 12} | KINDS[kind]
+        values = options | KINDS[kind]
         if kind == "experts":
             make_checkpoint = request.getfixturevalue("tiny_checkpoint")
             values["model"] = str(make_checkpoint("qwen3_5_moe", num_hidden_layers=2, full_attention_interval=2))

@@ -35,7 +35,7 @@ def test_every_optimizer_of_mlx_is_known_by_its_name():
     [
         ({"optimizer": "adm"}, r"unknown name 'adm' \(did you mean 'adam'\?\); known: .*lion"),
         ({"optimizer_config": {"adma": {}}}, r"unknown optimizer 'adma'"),
-        ({"optimizer_config": {"adamw": {"esp": 1}}}, r"adamw has no setting 'esp' \(did you mean 'eps'\?\)"),
+        ({"optimizer_config": {"adamw": {"beta": 1}}}, r"adamw has no setting 'beta' \(did you mean 'betas'\?\)"),
         (
             {"optimizer": "rmsprop", "optimizer_config": {"rmsprop": {"eps": -1}}},
             r"rmsprop: eps: expected a number above 0, got -1",

@@ -81,13 +81,9 @@ class AnswerParser:
         self._prompt = behind_the_question(asked) or ""
         self._plain = around_content(renderer.text)
         written = ((key, around_reasoning(renderer.text, key)) for key in REASONING)
-        self._key: str | None = None
-        self._around = ("", "")
-        for key, around in written:
-            if around is not None:
-                self._key = key
-                self._around = around
-                break
+        reasoning = next((pair for pair in written if pair[1] is not None), (None, None))
+        self._key = reasoning[0]
+        self._around = reasoning[1] or ("", "")
         # Reasoning that the prompt opens and the template has no key for stays in the content, opened and closed.
         self._start = self._end = ""
         if self._key is None and tokenizer.has_thinking and self._prompt.rstrip().endswith(tokenizer.think_start):

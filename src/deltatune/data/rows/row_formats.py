@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UserError
-from ...options.config import nearest
-from ...options.values import checked_options
+from ...options.values import checked_options, nearest
 from .unread_columns import (
     TEXT_KEYS,
     TOOLS,
@@ -414,5 +413,8 @@ def _column_hint(row: Mapping[str, Any]) -> str:
     if flags_to_give:
         return f"To read these columns, give {flags_to_give}."
     inside = row[names[0]] if len(names) == 1 else None
-    rows = isinstance(inside, list) and all(isinstance(one, Mapping) for one in inside)
-    return f"If {names[0]!r} holds the rows, write its list alone into the file." if rows else ""
+    # Messages under a mistyped name are no rows.
+    rows = inside if isinstance(inside, list) else []
+    if rows and all(isinstance(one, Mapping) and "role" not in one for one in rows):
+        return f"If {names[0]!r} holds the rows, write its list alone into the file."
+    return ""

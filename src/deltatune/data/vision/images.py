@@ -323,12 +323,6 @@ class ImageReader:
     folder: Path
     limits: Mapping[str, int]
 
-    def _scaled(self, image: Any, options: Mapping[str, int]) -> tuple[Any, dict[str, int]]:
-        """Return an image in the size of its row's options, and limits that leave it so."""
-        unit = self.processor.patch_size * self.processor.merge_size
-        height, width = resized(image.height, image.width, {**self.limits, **options}, unit)
-        return image.resize((width, height)), {"min_pixels": height * width, "max_pixels": height * width}
-
     def picture(self, value: Any, source: str) -> Picture:
         """Return the patches of an image; UserError, naming `source`, if it is missing, damaged or of an unfit kind."""
         options = value.options if isinstance(value, SizedImage) else {}
@@ -336,7 +330,10 @@ class ImageReader:
         limits = self.limits
         try:
             if options:
-                image, limits = self._scaled(image, options)
+                unit = self.processor.patch_size * self.processor.merge_size
+                height, width = resized(image.height, image.width, {**self.limits, **options}, unit)
+                image = image.resize((width, height))
+                limits = dict.fromkeys(_LIMITS, height * width)
             processed = self.processor([image], **limits)
         except ImportError as error:
             raise UserError(f"{source}: the model's image processor: {needs_torch(error) or reason(error)}") from error

@@ -59,10 +59,8 @@ def _mlp(activation: Function) -> Function:
     return __call__
 
 
-def _gelu_record(
-    name: str, forward: Callable[[Function], Function], right: Function, wrong: Function, build: Any
-) -> Patch:
-    """The record of a layer with the wrong GELU: upstream must agree with that, or else have mended it."""
+def _gelu_record(name: str, forward: Callable[[Function], Function], right: str, wrong: str, build: Any) -> Patch:
+    """The record of a layer with the wrong GELU, by its name in mlx.nn: upstream must agree with that, or be mended."""
 
     def check(upstream: Function, ours: Function) -> str | None:
         layer = built(upstream, build)
@@ -70,7 +68,7 @@ def _gelu_record(
         # The two GELUs differ by about 1e-4 of their results here.
         if describe_difference([upstream(layer, x)], [ours(layer, x)], 1e-5, "ours") is None:
             return SETTLED
-        other = forward(wrong)(layer, x)
+        other = forward(getattr(nn, wrong))(layer, x)
         return describe_difference([upstream(layer, x)], [other], 1e-5, "both ways to exchange the GELUs")
 
     return Patch(
@@ -79,7 +77,7 @@ def _gelu_record(
         reason="Hugging Face's model has the exact GELU in the merger and the tanh one in the MLP; mlx-vlm swaps them",
         without="Image features then differ by about 1e-3 from those that the checkpoint was trained with.",
         needed_for=ALWAYS,
-        replacement=lambda _: forward(right),
+        replacement=lambda _: forward(getattr(nn, right)),
         check=check,
     )
 
@@ -117,8 +115,8 @@ _DEEPSTACK: dict[str, Any] = {
 VISION = (
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl.language", name=f"Qwen3VLModel.{DEEPSTACK}"),
     Patch(**_DEEPSTACK, module="mlx_vlm.models.qwen3_vl_moe.language", name=f"Qwen3VLMoEModel.{DEEPSTACK}"),
-    _gelu_record("PatchMerger", _merger, nn.gelu, nn.gelu_approx, of_config),
-    _gelu_record("MLP", _mlp, nn.gelu_approx, nn.gelu, lambda cls: cls(WIDTH, WIDTH)),
+    _gelu_record("PatchMerger", _merger, "gelu", "gelu_approx", of_config),
+    _gelu_record("MLP", _mlp, "gelu_approx", "gelu", lambda cls: cls(WIDTH, WIDTH)),
 )
 PATCHES = (
     # It stands before the blocks of experts, whose checks run such routers.

@@ -30,7 +30,7 @@ from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays, LossFunction, loss_of
 from ..compiled import Compiled
 from ..tree import arrays_at, holding, leaves, places
-from ..updates.routers import RouterLosses, weight_or_one
+from ..updates.routers import RouterLosses, mean_with
 from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import BatchInTrace, LayerFunction, lowest_layer, signature
 from .store import ResidentLayers
@@ -138,13 +138,8 @@ class AroundLayers:
 
         def mean(inputs: dict[str, Any]) -> tuple[mx.array, ...]:
             with holding(self._passes.outer.values(), inputs["outer"]):
-                total, weight, *figures = self._passes.loss_behind(self._passes.loss, batch, inputs["x"], key)
-            quotient = total / weight_or_one(weight)
-            if self._routers is not None:
-                added, reported = self._routers.of(inputs["sides"], weight)
-                quotient = quotient + added
-                figures = [mx.concatenate([*figures, reported], axis=1)]
-            return quotient, total, weight, *figures
+                result = self._passes.loss_behind(self._passes.loss, batch, inputs["x"], key)
+            return mean_with(self._routers, inputs["sides"], result)
 
         inputs = {"x": x, "sides": sides, "outer": arrays_at(self._passes.outer.values())}
         (_, total, weight, *figures), gradients = mx.value_and_grad(mean)(inputs)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import UserError, reason
 from ...machine import atomic_files
-from ...options.config import nearest
+from ...options.values import nearest
 from ..saved.state import refusal, writing
 
 Record = dict[str, Any]

@@ -24,8 +24,8 @@ from ...errors import UserError
 from ...ops.pointwise.adam import AdamStep
 from ...ops.pointwise.squares import sum_of_squares
 from ...ops.pointwise.stored_moments import BLOCK, EightBitStep, dequantized, quantized
-from ...options.config import OPTIMIZER_SETTINGS, TrainConfig, nearest
-from ...options.values import Range, checked, short
+from ...options.config import OPTIMIZER_SETTINGS, TrainConfig
+from ...options.values import Range, checked, nearest, short
 from ..tree import leaves
 
 # The names that transformers' Trainer leaves out of weight decay (get_decay_parameter_names), in lower case, and A_log.

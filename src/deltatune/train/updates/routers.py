@@ -62,6 +62,20 @@ class RouterLosses(NamedTuple):
         return added * (weight_of_all / weight_or_one(weight)), mx.stop_gradient(reported)
 
 
+def mean_with(routers: RouterLosses | None, sums: list[mx.array], result: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    """Return the mean loss of a batch with the term of its routers, and the `result` of its loss with their figures.
+
+    `sums` are those that the routers collected.
+    """
+    total, weight, *figures = result
+    mean = total / weight_or_one(weight)
+    if routers is not None:
+        added, reported = routers.of(sums, weight)
+        mean = mean + added
+        figures = [mx.concatenate([*figures, reported], axis=1)]
+    return mean, total, weight, *figures
+
+
 def weight_or_one(weight: mx.array) -> mx.array:
     """Return the weight of a micro-batch's targets on one rank, by which its mean loss is divided; 1 without any."""
     return mx.where(weight > 0, weight, 1.0)
