@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deltatune import cli
-from deltatune.commands import flags, train
+from deltatune.commands import doctor, flags, train
 from deltatune.errors import UserError
 from deltatune.options.config import TrainConfig
 from deltatune.train.setup import ready
@@ -113,6 +113,34 @@ def test_mistakes_are_one_message_and_exit_code_2(run, arguments, message):
     assert re.search(message, err)
     assert "Traceback" not in out + err
     assert len(err.strip().splitlines()) <= 2
+
+
+@pytest.mark.bad_input("a step for which the device has no memory left")
+@pytest.mark.parametrize(
+    ("said", "lacks"),
+    [
+        ("cudaMallocAsync(&data, size, stream) failed: out of memory", True),
+        ("[metal::malloc] Resource limit (499000) exceeded.", True),
+        ("[malloc] Unable to allocate 8 bytes.", True),
+        ("[METAL] Command buffer execution failed: Insufficient Memory (00000008)", True),
+        ("[matmul] Last dimension of first input must match", False),
+    ],
+)
+def test_no_memory_is_one_message_and_other_errors_of_mlx_are_shown(run, monkeypatch, said, lacks):
+    def fails(_):
+        error = RuntimeError(said)
+        error.add_note("The state after iteration 7 is saved.")
+        raise error
+
+    monkeypatch.setattr(doctor, "run", fails)
+    if not lacks:
+        with pytest.raises(RuntimeError, match="Last dimension"):
+            run("doctor")
+        return
+    code, _, err = run("doctor")
+    assert code == 2
+    assert err.startswith("deltatune: memory: MLX found no more (")
+    assert err.rstrip().endswith("The state after iteration 7 is saved.")
 
 
 def test_help_is_grouped_and_complete(run):

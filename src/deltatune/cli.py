@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from .machine.wrapping import for_stream
 from .ops import IMPLEMENTATIONS
 from .options.values import short
 
+# How MLX says on each device that there is no memory left.
+NO_MEMORY = re.compile(r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|\[metal::malloc\]")
 COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 
 
@@ -60,15 +63,22 @@ def name_of(command: ModuleType) -> str:
     return command.__name__.rpartition(".")[2].rstrip("_")
 
 
-def _refused(error: OSError) -> int:
+def _refused(error: OSError | RuntimeError) -> int:
+    # A note may name files that were saved before the error.
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, RuntimeError):
+        ranks.say_error(
+            f"deltatune: memory: MLX found no more ({reason(error)}). A smaller --batch-size or --max-seq-length, "
+            "--grad-checkpoint, or --memory SIZE, which leaves layers on the disk, take less, as does ending other "
+            f"programs that use the device.{notes}"
+        )
+        return 2
     if isinstance(error, BrokenPipeError):
         # Python would write the rest of the output when it ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stderr.write("deltatune: nobody reads the output any more.\n")
         return 2
     name = f"{short(error.filename)}: " if error.filename else ""
-    # A note may name files that were saved before the error.
-    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     ranks.say_error(f"deltatune: {name}{error.strerror or reason(error)}.{notes}")
     return 2
 
@@ -106,9 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         ranks.say_error(f"deltatune: {error}", error.everywhere)
         return 2
-    except OSError as error:
-        if arguments.call is run.run:
-            raise  # The error is that of the program which the command runs.
+    except (OSError, RuntimeError) as error:
+        lacks_memory = isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))
+        # An error of `run` is that of the program which the command runs.
+        if arguments.call is run.run or not (isinstance(error, OSError) or lacks_memory):
+            raise
         return _refused(error)
     except KeyboardInterrupt:
         # Every rank of a launched run is interrupted, and the launcher waits for none of them.
