@@ -166,3 +166,14 @@ def test_it_is_recognised_and_the_state_is_saved(make_trainer, run_with, tmp_pat
     said = early_end._too_long_for_macos(RuntimeError(DISPLAY), config, "It is saved.")
     assert re.search(r"it kept the display waiting .* It is saved\. --resume continues it; AGX", said)
     assert early_end._too_long_for_macos(RuntimeError("[METAL] another"), config, "") is None
+
+
+def test_a_run_that_deleted_an_earlier_one_says_how_it_goes_on(make_trainer, run_with):
+    """--overwrite and --resume are refused together."""
+
+    def ended(*_):
+        raise RuntimeError("an error of MLX")
+
+    with pytest.raises(RuntimeError) as raised:
+        run_with(make_trainer(iters=3, val_batches=0, overwrite=True), ended)
+    assert raised.value.__notes__[0].endswith("Run the same command with --resume in place of --overwrite to continue.")
