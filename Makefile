@@ -138,7 +138,7 @@ METAL_TESTS := $(addprefix tests/ops/,operator linear_attention attention produc
         tests/train/test_early_engine.py tests/train/by_layer/test_bounded_runs.py
 test-metal: env
 	DELTATUNE_THREADS=$${DELTATUNE_THREADS:-1} $(PYTHON) -m pytest -n 2 --dist loadfile --metal $(METAL_TESTS)
-	$(PYTHON) -m pytest -m "" tests/on_metal/test_macos.py tests/on_metal/test_programs.py
+	$(PYTHON) -m pytest -m "" tests/on_metal/test_programs.py
 
 oracle: env
 	scripts/make_env oracle

@@ -51,7 +51,6 @@ def test_a_bounded_run_is_stopped_and_continued_and_its_model_answers(on_mac, ch
     assert resumed["kernels"].keys() == programs.GATED_DELTA | programs.ATTENTION
 
 
-@pytest.mark.weekly
 def test_every_command_works(on_mac, checkpoint, tiny_checkpoint, data, tmp_path):
     shape = {"num_hidden_layers": 2, "full_attention_interval": 2}
     mixture = tiny_checkpoint("qwen3_5_moe", quantize={}, **shape)
@@ -79,7 +78,6 @@ def test_every_command_works(on_mac, checkpoint, tiny_checkpoint, data, tmp_path
     programs.check_ended_well(found)
 
 
-@pytest.mark.weekly
 def test_ctrl_c_twice_ends_a_run_before_its_step(on_mac, checkpoint, data, tmp_path):
     one = programs.train(checkpoint, data, tmp_path / "run")
     interrupts = ("Iter 2/50", "finishing this step")
