@@ -16,7 +16,7 @@ from . import backend, nvidia
 
 _MEMINFO = Path("/proc/meminfo")
 #: The numbers of an array that bytes_of() copies off a GPU at a time.
-PIECE = 1 << 25
+PIECE_NUMBERS = 1 << 25
 #: Where Linux shows the control groups of this process.
 CGROUPS = Path("/sys/fs/cgroup")
 # Of versions 2 and 1: the limit, the usage, and the files' pages in `memory.stat`, which are given back on demand.
@@ -124,7 +124,7 @@ def bytes_of(array: mx.array) -> Iterator[np.ndarray]:
     that the driver moves to and fro, so that a full GPU waits for weights at each use. So the host reads copies.
     """
     flat = array.reshape(-1)
-    for start in range(0, flat.size, PIECE):
-        piece = flat[start : start + PIECE].view(mx.uint8)
+    for start in range(0, flat.size, PIECE_NUMBERS):
+        piece = flat[start : start + PIECE_NUMBERS].view(mx.uint8)
         # mx.contiguous() would share the array's memory.
         yield as_numpy(mx.where(mx.array(True), piece, piece) if backend.has_own_memory() else piece)

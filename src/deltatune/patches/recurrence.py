@@ -22,7 +22,7 @@ from ..ops.pointwise import gating
 from ..ops.tracing import dispatch, trace
 from .whole_rows import OURS, PROMPT_TOKENS, UPSTREAM, note_call, of_a_row
 
-# It may serve a call besides OURS and UPSTREAM; they are the keys of the counter that served() returns.
+# Who may serve a call, besides OURS and UPSTREAM: the three are the keys of the counter that served() returns.
 BACKWARD = "upstream forward, deltatune backward"
 
 Update = Callable[..., tuple[mx.array, mx.array]]

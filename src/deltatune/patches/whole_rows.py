@@ -44,7 +44,7 @@ def noting_calls() -> Iterator[list[NotedCall]]:
 
 
 def asked_for_names() -> bool:
-    """Whether calls are noted, and their implementations may be asked_for_names for."""
+    """Whether calls are noted, so that the name of an implementation may be asked for."""
     told = dispatch.current()
     return told.callers is not None and told.trials
 

@@ -167,7 +167,7 @@ def test_a_digest_leaves_the_weights_in_the_gpus_memory(folder, monkeypatch):
         return read[-1]
 
     monkeypatch.setattr(mx.array, "__array__", noting)
-    monkeypatch.setattr(host_memory, "PIECE", 100)
+    monkeypatch.setattr(host_memory, "PIECE_NUMBERS", 100)
     monkeypatch.setattr(backend, "has_own_memory", lambda: True)
     assert weights_digest(model, config) == expected
     assert read

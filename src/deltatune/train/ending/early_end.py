@@ -82,13 +82,13 @@ class Ending:
         """Return the exception for a run that was asked to stop and has saved its state."""
         return StoppedError(
             f"stopped after iteration {self._saving.saved:,} of {self._config.iters:,}; the state is saved in "
-            f"{self._outputs.state.parent}. {self._how_to_continue}"
+            f"{self._outputs.state.parent}. {self._how_to_continue}."
         )
 
     @property
     def _how_to_continue(self) -> str:
         instead = " in place of --overwrite" if self._config.overwrite else ""
-        return f"Run the same command with --resume{instead} to continue."
+        return f"Run the same command with --resume{instead} to continue"
 
     def check(self) -> None:
         """Save and stop if a second signal came or a rank has died; parameters must be those of the last update."""
@@ -158,7 +158,7 @@ class Ending:
                 too_long = _too_long_for_macos(error, self._config, saved)
                 if too_long is not None:
                     raise UserError(too_long) from error
-                error.add_note(f"{saved} {self._how_to_continue}")
+                error.add_note(f"{saved} {self._how_to_continue}.")
             raise
         finally:
             self._rescued = None
@@ -205,7 +205,7 @@ class Ending:
         saved = f"no state was saved yet in {folder}, so the same command starts from the beginning"
         if progress is not None:
             saved = f"the state after iteration {progress.iteration:,} is saved in {folder}"
-            saved += f". {self._how_to_continue.rstrip('.')}"
+            saved += f". {self._how_to_continue}"
         return (
             f"{ended} of {self._world.size} ended before the run did: killed, out of memory, or its machine is gone. "
             f"What it printed may say why; {saved}."

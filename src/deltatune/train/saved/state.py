@@ -299,7 +299,7 @@ def weights_digest(model: nn.Module, config: TrainConfig, weights: Store | None 
         digest.update(name.encode())
         array = leaf if weights is None else weights.numbers(name, leaf)
         for piece in bytes_of(array):
-            digest.update(piece)  # type: ignore[arg-type]
+            digest.update(piece.data)
     return digest.hexdigest()
 
 
