@@ -9,8 +9,8 @@ struct ChannelGradientMemory {
   static constexpr constant int span = UNSTAGED ? 128 : padded(DK);
   static constexpr constant int second_tile = C / 16 - 1, product_stride = span + 4;
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
+  static constexpr constant int state_bytes = UNSTAGED ? 0 : SLICE * Shape::state_stride * Saved<In>::bytes;
+  static constexpr constant int d_state = state + state_bytes, u = d_state + state_bytes;
   static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;

@@ -13,10 +13,11 @@ struct GradientShape {
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, SEGMENTED = HAS_SEGMENTS;
   static constexpr constant bool ERASES = HAS_BETA, CHANNEL = GATE_A_CHANNEL;
   static constexpr constant int threads = GROUPS * 32, repeats = HV / HK;
-  // Distances of rows in shared memory: of keys and states, of dY, and of u and R.
+  // Distances of rows in shared memory: of keys, of dY, of states, and of u and R.
   static constexpr constant int stride = stride_of(DK), slice_stride = SLICE + 8;
+  static constexpr constant int state_stride = row_of_state<In, DK, CHANNEL, ERASES>();
   static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL, ERASES>();
-  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
+  static constexpr constant int tails = tails_of<In, DK, CHANNEL>(), tail_bits = ERASES ? 2 : 1;
   static constexpr constant int blocks = C / 16, columns = padded(DK), key_tiles = columns / 16;
   static constexpr constant int parts = GROUPS / blocks, column_tiles = (key_tiles + parts - 1) / parts;
   static constexpr constant int own_pairs = (blocks + parts - 1) / parts;
@@ -99,7 +100,7 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                        int first) {
   using In = typename Shape::In;
   constexpr int threads = Shape::threads, C = Shape::C, DV = Shape::DV, SLICE = Shape::SLICE, HV = Shape::HV;
-  constexpr int stride = Shape::stride, saved = Shape::saved, value_rows = padded(DV);
+  constexpr int stride = Shape::state_stride, saved = Shape::saved, value_rows = padded(DV);
   if (!Shape::UNSTAGED) {
     copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
                                         stored_at<Saved<In>>(from.states, chunk, value_rows * stride),

@@ -13,8 +13,8 @@ struct GradientMemory {
   static constexpr constant bool UNSTAGED = Shape::UNSTAGED;
   static constexpr constant int room = room_of_parts(Shape::GROUPS, Shape::blocks);
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
+  static constexpr constant int state_bytes = UNSTAGED ? 0 : SLICE * Shape::state_stride * Saved<In>::bytes;
+  static constexpr constant int d_state = state + state_bytes, u = d_state + state_bytes;
   static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
@@ -64,9 +64,10 @@ inline void add_state_terms(Place at, KeyGradients<Shape> gradients, StateProduc
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int i = row * 16 + tile_row(e, lane);
+      const float rate = tables.rate_of(i);
       const float y_part = tables.before[i] * products.from_y[m].get(e);
-      const float right_part = -tables.before[i] * tables.rate[i] * products.from_right[m].get(e);
-      const float end_part = tables.after[i] * tables.rate[i] * products.from_end[m].get(e);
+      const float right_part = -tables.before[i] * rate * products.from_right[m].get(e);
+      const float end_part = tables.after[i] * rate * products.from_end[m].get(e);
       gradients.dq[m].set(e, gradients.dq[m].get(e) + y_part);
       gradients.dk[m].set(e, gradients.dk[m].get(e) + right_part + end_part);
       sums[tile_side(e)] += y_part * query.get(e) + right_part * key.get(e);
@@ -113,9 +114,9 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int i = row * 16 + tile_row(e, lane), j = column * 16 + tile_column(e, lane);
-      const float d = tables.rate[j] * tables.decay.at(row == column, i, j, middle);
+      const float d = tables.rate_of(j) * tables.decay.at(row == column, i, j, middle);
       on_y.set(e, d * on_y.get(e));
-      on_right.set(e, i > j ? -tables.rate[i] * d * on_right.get(e) : 0.0f);
+      on_right.set(e, i > j ? -tables.rate_of(i) * d * on_right.get(e) : 0.0f);
       const bool pairs = i > j || (Shape::ERASES && Shape::tails > 0 && i == j);
       qk.set(e, pairs ? on_y.get(e) * qk.get(e) + on_right.get(e) * kk.get(e) : 0.0f);
     }
@@ -194,7 +195,7 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
 template <typename Shape, typename Memory, typename Arrays, typename PF>
 inline void load_head(Place at, threadgroup char* slice, thread Arrival& arrival, Arrays arrays, int hv, long chunk,
                       PF factors, threadgroup float* before) {
-  constexpr int numbers = 3 * Shape::C;
+  constexpr int numbers = (Shape::ERASES ? 3 : 2) * Shape::C;
   if (Shape::STAGES > 1) load_slice<Shape, Memory>(at, slice, arrival, arrays, hv, chunk, 0);
   copy_floats<numbers>(before, factors + chunk * numbers, arrival, at.index);
 }
@@ -219,7 +220,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = C + 8, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, column_tiles = Shape::column_tiles, room = Memory::room;
-  constexpr int saved = Shape::saved, tails = Shape::tails;
+  constexpr int state_stride = Shape::state_stride, saved = ERASES ? Shape::saved : state_stride, tails = Shape::tails;
   static_assert(Shape::parts <= room, "the parts of a position's sums fit in its row");
   static_assert(STAGES == 1 || !UNSTAGED, "with UNSTAGED, q and k need no memory beside the slices");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
@@ -256,8 +257,9 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     const int current = Memory::ahead ? loads & 1 : 0;
     threadgroup float* before = gate + C + current * 3 * C;
-    const GateTables<C, room> tables{decay,    gate,        before,      before + C, before + 2 * C, diagonal,
-                                     row_sums, column_sums, before_sums, after_sums, rate_sums,      state_dots};
+    const GateTables<C, room, ERASES> tables{decay,       gate,        before,     before + C, before + 2 * C, diagonal,
+                                             row_sums,    column_sums, before_sums, after_sums, rate_sums,
+                                             state_dots};
     threadgroup char* spare = memory + current * Memory::stage;
     const Wide<In> weights_y = shared_at<Wide<In>>(spare, Memory::weights_y, C * square);
     const Wide<In> weights_right = shared_at<Wide<In>>(spare, Memory::weights_right, C * square);
@@ -309,14 +311,16 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       ++loads;
       if (n == 0) fill_decay<C>(decay, gate, at.index);
       const auto state = Choice<UNSTAGED>::of(
-          stored_at<Saved<In>>(states + n * SLICE * stride, chunk, padded(DV) * stride),
-          shared_at<Saved<In>>(slice, Memory::state, SLICE * stride));
+          stored_at<Saved<In>>(states + n * SLICE * state_stride, chunk, padded(DV) * state_stride),
+          shared_at<Saved<In>>(slice, Memory::state, SLICE * state_stride));
       const auto d_state = Choice<UNSTAGED>::of(
-          stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
-          shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
+          stored_at<Saved<In>>(d_states + n * SLICE * state_stride, chunk, padded(DV) * state_stride),
+          shared_at<Saved<In>>(slice, Memory::d_state, SLICE * state_stride));
       const auto u = deltas_of<Shape, Memory>(slice);
-      const Wide<In> kept = shared_at<Wide<In>>(slice, Memory::u, SLICE * saved);
-      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * saved);
+      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * Shape::saved);
+      // The rows that hold the tails.
+      const auto kept = Choice<ERASES>::of(u, state);
+      const auto d_kept = Choice<ERASES>::of(right_gradient, d_state);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * Shape::slice_stride);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
@@ -328,8 +332,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
-          const auto b = right(straight(state, stride, s, column), lane);
-          const auto db = right(straight(d_state, stride, s, column), lane);
+          const auto b = right(straight(state, state_stride, s, column), lane);
+          const auto db = right(straight(d_state, state_stride, s, column), lane);
           multiply(from_y[m], left_y, b, lane);
           if (ERASES) multiply(from_right[m], left_right, b, lane);
           multiply(from_end[m], left_u, db, lane);
@@ -342,9 +346,10 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
-          state_dot += kept_dot<tails>(straight(state, stride, s, column), straight(d_state, stride, s, column),
-                                       tail_at<tails>(kept, s * saved, saved, column / 16, lane),
-                                       tail_at<tails>(right_gradient, s * saved, saved, column / 16, lane), lane);
+          state_dot += kept_dot<(tails > 0 ? Shape::tail_bits : 0)>(
+              straight(state, state_stride, s, column), straight(d_state, state_stride, s, column),
+              tail_at<tails>(kept, s * saved, saved, column / 16, lane),
+              tail_at<tails>(d_kept, s * saved, saved, column / 16, lane), lane);
         }
       }
     }
