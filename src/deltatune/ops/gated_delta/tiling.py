@@ -199,6 +199,7 @@ class Tiling:
         values = self.values | {"GROUPS": groups} | ({"SLICE": self.gradient_slice} if phase == "gradients" else {})
         # With whether it is a state, and not the array of `no_initial_state`.
         written = {"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {}
+        written |= {"v": "dy"} if phase == "gradients" and self.erases else {}
         return Plan(
             outputs=outputs,
             values=values,

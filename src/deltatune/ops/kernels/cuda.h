@@ -750,10 +750,6 @@ inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile*
     }
   }
 }
-template <int Count, typename Store>
-inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, char* staging, int lane) {
-  write_tiles_and_tails<Count, 0, Count>(to, offset, stride, tiles, tiles, staging, lane);
-}
 inline void writes_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Writes rows of a shared matrix to an array of the inputs' type. `Threads` threads call it.

@@ -436,20 +436,15 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
   }
 }
 
-// Writes a group's row of tiles to a matrix in device memory.
-template <int Count, typename Store>
-void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
-  // An array that a loop indexes at run time is kept in memory on Apple GPUs, all through the kernel.
-  DELTATUNE_UNROLL
-  for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
-}
-
-// Does the same, and stores the tails of the group's `Kept` tiles of the state in the rows' padding.
+// Writes a group's row of tiles to a matrix in device memory, and the tails of its `Kept` tiles of the state to the
+// rows' padding. The state's first tile has the number `from`.
 template <int Count, int Tails, int Kept, typename Store>
 void write_tiles_and_tails(Store to, long offset, int stride, const thread Tile* tiles, const thread Tile* state,
-                           threadgroup char* staging, int lane) {
-  write_tiles<Count>(to, offset, stride, tiles, staging, lane);
-  keep_tails<Tails, Kept>(to, offset, stride, state, 0, lane);
+                           threadgroup char*, int lane, int from = 0) {
+  // An array that a loop indexes at run time is kept in memory on Apple GPUs, all through the kernel.
+  DELTATUNE_UNROLL
+  for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + (from + m) * 16, stride, tiles[m], 16, 16, lane);
+  keep_tails<Tails, Kept>(to, offset, stride, state, from, lane);
 }
 
 // Writes a left operand to a shared matrix, in the form in which `left` reads it.
@@ -468,10 +463,7 @@ void write_strip(To to, long offset, Store s, int lane) {
 // `there`, and their tails to the rows' padding. Two groups share the strip, whose tiles are in `room` for both.
 template <int Stride, int Tails, int Count, typename To, typename Store>
 void write_part(To to, long offset, Store, const thread Tile* tiles, int from, int strip, bool there, int lane) {
-  if (there) {
-    write_tiles<Count>(to, offset + from * 16, Stride, tiles, nullptr, lane);
-    keep_tails<Tails, Count>(to, offset, Stride, tiles, from, lane);
-  }
+  if (there) write_tiles_and_tails<Count, Tails, Count>(to, offset, Stride, tiles, tiles, nullptr, lane, from);
   pair_barrier(strip);
 }
 

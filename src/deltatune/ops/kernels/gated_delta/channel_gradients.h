@@ -340,8 +340,8 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left_gradient<Shape>(erases, right_gradient, left_y, row * 16, s, lane);
-        const auto left_u = left_deltas<Shape>(erases, u, row * 16, s, lane);
+        const auto left_right = left_if(erases, turned(right_gradient, square, row * 16, s), left_y, lane);
+        const auto left_u = left_deltas<Shape>(u, row * 16, s, lane);
         if (ERASES && s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
@@ -357,7 +357,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         for (int m = 0; m < Shape::own_pairs; ++m) {
           const int column = part + m * parts;
           if (column > row) continue;
-          const auto b = right_deltas<Shape>(erases, u, s, column * 16, lane);
+          const auto b = right_deltas<Shape>(u, s, column * 16, lane);
           multiply(y_pairs[m], left_y, b, lane);
           if (ERASES) multiply(right_pairs[m], left_right, b, lane);
         }

@@ -133,16 +133,6 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
   }
 }
 
-// The weights of pairs through N as a left operand, or those through P where nothing is erased; no product reads them.
-template <typename View, typename Other>
-inline auto pair_weights(Flag<true>, View view, const thread Other&, int lane) {
-  return left(view, lane);
-}
-template <typename View, typename Other>
-inline Other pair_weights(Flag<false>, View, const thread Other& of_y, int) {
-  return of_y;
-}
-
 // Adds to dq and dk their terms through P and N: the weights of the pairs times the other position's k or q.
 template <typename Shape, typename Weights, typename Queries, typename Keys>
 inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weights weights_y, Weights weights_right,
@@ -153,7 +143,7 @@ inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weigh
   for (int t = 0; t < Shape::blocks; ++t) {
     if (t <= row) {
       const auto w = left(straight(weights_y, square, row * 16, t * 16), lane);
-      const auto a = pair_weights(Flag<Shape::ERASES>{}, straight(weights_right, square, row * 16, t * 16), w, lane);
+      const auto a = left_if(Flag<Shape::ERASES>{}, straight(weights_right, square, row * 16, t * 16), w, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < Shape::column_tiles; ++m) {
         const int column = (part * Shape::column_tiles + m) * 16;
@@ -165,7 +155,7 @@ inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weigh
     }
     if (t >= row) {
       const auto w = left(turned(weights_y, square, row * 16, t * 16), lane);
-      const auto a = pair_weights(Flag<Shape::ERASES>{}, turned(weights_right, square, row * 16, t * 16), w, lane);
+      const auto a = left_if(Flag<Shape::ERASES>{}, turned(weights_right, square, row * 16, t * 16), w, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < Shape::column_tiles; ++m) {
         const int column = (part * Shape::column_tiles + m) * 16;
@@ -325,8 +315,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left_gradient<Shape>(erases, right_gradient, left_y, row * 16, s, lane);
-        const auto left_u = left_deltas<Shape>(erases, u, row * 16, s, lane);
+        const auto left_right = left_if(erases, turned(right_gradient, Shape::saved, row * 16, s), left_y, lane);
+        const auto left_u = left_deltas<Shape>(u, row * 16, s, lane);
         if (ERASES && s / 16 % Shape::parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
