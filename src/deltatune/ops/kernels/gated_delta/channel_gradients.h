@@ -266,7 +266,6 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int STAGES = Shape::STAGES;
   constexpr bool UNSTAGED = Shape::UNSTAGED, SEGMENTED = Shape::SEGMENTED, ERASES = Shape::ERASES;
-  const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = Shape::saved, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, parts = Shape::parts, column_tiles = Shape::column_tiles;
   constexpr int tasks = ((columns + 31) / 32 + parts - 1) / parts, numbers = C + columns;
@@ -340,7 +339,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left_if(erases, turned(right_gradient, square, row * 16, s), left_y, lane);
+        const auto left_right = left_if(Flag<ERASES>{}, turned(right_gradient, square, row * 16, s), left_y, lane);
         const auto left_u = left_deltas<Shape>(u, row * 16, s, lane);
         if (ERASES && s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL

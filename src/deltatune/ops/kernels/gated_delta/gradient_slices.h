@@ -124,17 +124,11 @@ struct StateProducts {
 // Sets the sums of a group's tiles to zero.
 template <typename Shape>
 inline void clear(StateProducts<Shape> sums) {
-  DELTATUNE_UNROLL
-  for (int m = 0; m < Shape::column_tiles; ++m) {
-    tile_clear(sums.from_y[m]);
-    tile_clear(sums.from_right[m]);
-    tile_clear(sums.from_end[m]);
-  }
-  DELTATUNE_UNROLL
-  for (int m = 0; m < Shape::own_pairs; ++m) {
-    tile_clear(sums.y_pairs[m]);
-    tile_clear(sums.right_pairs[m]);
-  }
+  clear_tiles<Shape::column_tiles>(sums.from_y);
+  clear_tiles<Shape::column_tiles>(sums.from_right);
+  clear_tiles<Shape::column_tiles>(sums.from_end);
+  clear_tiles<Shape::own_pairs>(sums.y_pairs);
+  clear_tiles<Shape::own_pairs>(sums.right_pairs);
 }
 
 // Adds to the sums of a group's pairs of tiles the products of dY and of R with rows s to s + 15 of u.

@@ -207,7 +207,6 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int STAGES = Shape::STAGES;
   constexpr bool UNSTAGED = Shape::UNSTAGED, ERASES = Shape::ERASES;
-  const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = C + 8, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, column_tiles = Shape::column_tiles, room = Memory::room;
   constexpr int state_stride = Shape::state_stride, saved = ERASES ? Shape::saved : state_stride, tails = Shape::tails;
@@ -233,11 +232,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, key_offset, HK * DK, live), staged_k);
 
   Tile dq_sums[column_tiles], dk_sums[column_tiles];
-  DELTATUNE_UNROLL
-  for (int m = 0; m < column_tiles; ++m) {
-    tile_clear(dq_sums[m]);
-    tile_clear(dk_sums[m]);
-  }
+  clear_tiles<column_tiles>(dq_sums);
+  clear_tiles<column_tiles>(dk_sums);
   const KeyGradients<Shape> gradients{dq_sums, dk_sums};
   arrivals_start(memory + Memory::arrivals, at.index);
   int loads = 0;
@@ -247,8 +243,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     const int current = Memory::ahead ? loads & 1 : 0;
     threadgroup float* before = gate + C + current * 3 * C;
-    const GateTables<C, room, ERASES> tables{decay,       gate,        before,     before + C, before + 2 * C, diagonal,
-                                             row_sums,    column_sums, before_sums, after_sums, rate_sums,
+    const GateTables<C, room, ERASES> tables{decay,     gate,        before,      before + C, before + 2 * C, diagonal,
+                                             row_sums,  column_sums, before_sums, after_sums, rate_sums,
                                              state_dots};
     threadgroup char* spare = memory + current * Memory::stage;
     const Wide<In> weights_y = shared_at<Wide<In>>(spare, Memory::weights_y, C * square);
@@ -315,7 +311,7 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left_if(erases, turned(right_gradient, Shape::saved, row * 16, s), left_y, lane);
+        const auto left_right = left_if(Flag<ERASES>{}, turned(right_gradient, saved, row * 16, s), left_y, lane);
         const auto left_u = left_deltas<Shape>(u, row * 16, s, lane);
         if (ERASES && s / 16 % Shape::parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
