@@ -15,7 +15,7 @@ from typing import Any
 from ...machine import backend, environment
 from ...machine.compiling import not_compiled
 from ..kernels.cubin import built_side_by_side
-from ..tracing import dispatch, trace
+from ..tracing import dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -58,5 +58,4 @@ def build(trial: Hashable, call: Callable[[], Any]) -> None:
     begun = dispatch.current().foreseen
     if begun is not None and trial not in begun:
         begun.add(trial)
-        with trace.outside():
-            call()
+        call()

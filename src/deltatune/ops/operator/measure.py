@@ -1,4 +1,4 @@
-"""What all trials share: the measure of error, and memory full of NaN, which shows elements that a kernel leaves out."""
+"""What trials share: the measure of error, and memory full of NaN, which shows elements that a kernel leaves out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POWERS = range(4, 23)
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Within the context a trial is apart from the step that is traced around it: its numbers are computed and compared.
+    """Within the context a trial is apart from the step that is traced around it, because its numbers are compared.
 
     Its kernels are launched even if those of the step are only built, and its loops over a long row take all turns even
     if those of a plan's step leave most of them out.
