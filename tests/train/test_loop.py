@@ -188,7 +188,7 @@ def test_an_error_of_mlx_saves_the_state_that_is_whole(make_trainer, loses_nothi
 def test_a_batch_that_finds_no_memory_once_is_computed_again(
     make_trainer, straight_run, tmp_path, monkeypatch, iteration, refusals
 ):
-    """All free memory is given back, and the bits are the same; iteration 4 is amid an accumulation, and ends the run."""
+    """All free memory is given back, and the bits stay; iteration 4 is amid an accumulation, and ends the run."""
     trainer, plain, events = make_trainer(**ONLY), mx.eval, []
 
     def refuses(*arrays):
