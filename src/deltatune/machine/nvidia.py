@@ -90,11 +90,10 @@ def give_back() -> None:
 @contextmanager
 def _in_context() -> Iterator[ctypes.CDLL | None]:
     """Yield the driver, which then asks the GPU of this process; None where it refuses."""
-    driver, context = _driver(), ctypes.c_void_p()
-    if driver is None or driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0):
-        yield None
-        return
-    if driver.cuCtxPushCurrent_v2(context):
+    driver = _driver()
+    context = ctypes.c_void_p()
+    refused = driver is None or driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    if driver is None or refused or driver.cuCtxPushCurrent_v2(context):
         yield None
         return
     try:
