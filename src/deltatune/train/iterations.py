@@ -166,6 +166,7 @@ class Iterations:
         parts = self.parts
         progress = self.progress
         started = time.perf_counter()
+        self._freed_memory.begin("evaluation")
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
@@ -215,6 +216,7 @@ class Iterations:
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
+        self._freed_memory.begin("samples")
         if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
             parts.screen.say(f"Answering {count:,} sample prompts, --sample-max-tokens each at most.")
         try:
@@ -267,6 +269,7 @@ class Iterations:
         except InterruptedSamplingError:
             return True
         self._batches.append(batch)
+        self._freed_memory.begin("training")
         advance = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1
         if not (math.isfinite(advance.loss) and math.isfinite(advance.norm or 0.0)):
@@ -284,6 +287,8 @@ class Iterations:
 
     def _next_batch(self) -> Batch:
         """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
+        if self.parts.config.samples_answers:
+            self._freed_memory.begin("sampling")
         try:
             return self._trained.taught(next(self.state.order))
         except UserError as error:

@@ -78,6 +78,8 @@ class Bounds:
     weights: Store | None = None
     # The store of the weights of a teacher's layers, likewise.
     teacher: Store | None = None
+    # Whether memory is so short that the pieces between arrays are missed.
+    tight: bool = False
 
 
 class Trainer:
@@ -235,7 +237,8 @@ class Trainer:
             self._announce(trained, chosen)
             model.train()
             stack.enter_context(_wired())
-            freed_memory = FreedMemory(config.clear_cache_threshold, self._bounds.memory_limit)
+            bounds = self._bounds
+            freed_memory = FreedMemory(config.clear_cache_threshold, bounds.memory_limit, tight=bounds.tight)
             # A step by layers is computed when it returns, batches of sampled answers depend on the update before, and
             # a teacher's layers are read before a batch.
             waits = not whole or config.samples_answers or self._bounds.teacher is not None
