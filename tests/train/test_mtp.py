@@ -17,6 +17,8 @@ from deltatune.commands.export import export_adapter
 from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
 from deltatune.errors import UserError
+from deltatune.export.peft_adapter import write_peft
+from deltatune.lora import save_adapters
 from deltatune.machine import backend, packages
 from deltatune.models import adapted_base
 from deltatune.models.adapted_base import load, two_ahead
@@ -171,31 +173,50 @@ def test_a_merge_has_the_trained_head(heads, headed, tmp_path, kind):
     assert mx.allclose(merged(tokens), adapted(tokens), atol=1e-5)
 
 
-def test_exports_leave_the_head_out(heads, headed, tmp_path):
+def test_an_adapter_for_mlx_lm_leaves_the_head_out(heads, headed, tmp_path):
     heads(iters=2, lora_parameters={"rank": 2, "scale": 200.0}).run()
     adapter = tmp_path / "out"
     with pytest.raises(ValueError, match=r"mtp\.fc\.lora_a: not an adapter parameter in the model"):
         mlx_lm.load(str(headed), adapter_path=str(adapter))
-    left_out = "The updates of the multi-token-prediction head are left out, since {} has no class"
     lines = export_adapter("mlx", headed, adapter, tmp_path / "mlx")
-    assert any(left_out.format("mlx-lm") in line for line in lines)
+    assert any("head are left out, since mlx-lm has no class" in line for line in lines)
     tokens = mx.array([[5, 6, 7, 8]])
     theirs, _ = mlx_lm.load(str(headed), adapter_path=str(tmp_path / "mlx"))
     assert mx.allclose(theirs(tokens), load(headed, adapter).model(tokens), atol=1e-5)
     assert not mx.allclose(theirs(tokens), load(headed).model(tokens), atol=1e-3)
-    lines = export_adapter("peft", headed, adapter, tmp_path / "peft")
-    assert any(left_out.format("transformers") in line for line in lines)
-    tensors = mx.load(str(tmp_path / "peft" / "adapter_model.safetensors"))
-    assert tensors
-    assert not any("mtp" in name for name in tensors)
+
+
+@pytest.mark.parametrize("mtp", [True, "only"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.weekly), "nemotron_h"])
+def test_the_head_goes_to_peft_and_back(families, tmp_path, family, mtp):
+    """It has a folder of its own, which PEFT and vLLM, which refuse or drop unknown modules, do not open."""
+    folder = families(family)
+    model = load(folder, mtp=True).model
+    prepare(model, TrainConfig(mtp=mtp, lora_parameters=LoraConfig(rank=2, dropout=0.1)))
+    save_adapters(moved(model), tmp_path / "adapter", {})
+    lines = export_adapter("peft", folder, tmp_path / "adapter", tmp_path / "peft")
+    said = "The updates of the multi-token-prediction head are the adapter in the folder mtp"
+    assert said in "\n".join(lines)
+    assert said in (tmp_path / "peft" / "README.md").read_text()
+    names = {file.parent.name: mx.load(str(file)) for file in tmp_path.glob("peft/**/adapter_model.safetensors")}
+    assert names.keys() == ({"mtp"} if mtp == "only" else {"peft", "mtp"})
+    assert all(name.startswith("base_model.model.mtp.") == (part == "mtp") for part in names for name in names[part])
+    done = called("import", "--model", folder, "--peft", tmp_path / "peft", "--save-path", tmp_path / "back")
+    before, after = (adapter_of(tmp_path / name) for name in ("adapter", "back"))
+    assert f"LoRA on {len(before) // 2} modules" in done.stdout
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    with pytest.raises(UserError, match="holds an adapter already"):
+        export_adapter("peft", folder, tmp_path / "adapter", tmp_path / "peft")
 
 
 @pytest.mark.bad_input("an export of an adapter of the multi-token-prediction head alone")
 def test_an_adapter_of_the_head_alone_has_no_other_form(heads, headed, tmp_path):
     heads(mtp="only", iters=2).run()
-    for to in ("mlx", "peft"):
-        with pytest.raises(UserError, match="updates the multi-token-prediction head alone"):
-            export_adapter(to, headed, tmp_path / "out", tmp_path / to)
+    with pytest.raises(UserError, match="updates the multi-token-prediction head alone, which mlx-lm"):
+        export_adapter("mlx", headed, tmp_path / "out", tmp_path / "mlx")
+    with pytest.raises(UserError, match="updates the multi-token-prediction head alone, for which llama.cpp"):
+        write_peft(headed, tmp_path / "out", tmp_path / "peft", one_alpha=True)
 
 
 @pytest.mark.parametrize("form", ["quantised", "transformers", pytest.param("experts", marks=pytest.mark.weekly)])
