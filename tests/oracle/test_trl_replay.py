@@ -36,7 +36,7 @@ def replay(name: str) -> recording.Difference:
 
 
 # Kin of cases that are replayed at each commit: of dpo and orpo, of the other divergences, of the other heads.
-WEEKLY = ("pairs/simpo", "pairs/cpo", "distilled/reverse", SAMPLED, "ahead/qwen3_next")
+WEEKLY = ("pairs/simpo", "pairs/cpo", "distilled/reverse", SAMPLED, "ahead/qwen3_next", "ahead/glm_moe_dsa")
 assert set(WEEKLY) <= CASES.keys()
 
 
