@@ -18,6 +18,7 @@ from deltatune.data.batches.batch import collate
 from deltatune.data.example import Example
 from deltatune.errors import UserError
 from deltatune.export.peft_adapter import write_peft
+from deltatune.export.peft_import import import_peft
 from deltatune.lora import save_adapters
 from deltatune.machine import backend, packages
 from deltatune.models import adapted_base
@@ -32,6 +33,7 @@ from deltatune.train import Trainer
 from deltatune.train.batch_loss import arrays, mean_loss_and_gradients
 from deltatune.train.reports.screen import Screen
 from deltatune.train.setup import prepare, ready, training
+from families import weekly_but
 from saved_adapters import moved
 from transformers_saves import write_as_transformers
 
@@ -120,6 +122,9 @@ def families(headed, tmp_path_factory):
     return folder
 
 
+HEADED = ("qwen3_5", "qwen3_next", "nemotron_h", "glm_moe_dsa")
+
+
 def of_head(family, name):
     """Whether a checkpoint's tensor is of the head, which GLM-5 stores as the layer behind its last one."""
     return name.startswith("model.layers.2." if family == "glm_moe_dsa" else "mtp.")
@@ -151,9 +156,7 @@ def test_packed_documents_have_the_gradients_that_they_have_alone(families, fami
         assert mx.linalg.norm(gradient - expected) <= 1e-4 * mx.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_5", "qwen3_next", "nemotron_h", pytest.param("glm_moe_dsa", marks=pytest.mark.weekly)]
-)
+@pytest.mark.parametrize("family", weekly_but(HEADED, "qwen3_5", "nemotron_h"))
 def test_full_fine_tuning_writes_the_head(heads, families, tmp_path, family):
     headed = families(family)
     heads(model=str(headed), mtp="only", fine_tune_type="full", lora_parameters={}, iters=4).run()
@@ -196,7 +199,7 @@ def test_an_adapter_for_mlx_lm_leaves_the_head_out(heads, headed, tmp_path):
 
 
 @pytest.mark.parametrize("mtp", [True, "only"])
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.weekly), "nemotron_h"])
+@pytest.mark.parametrize("family", weekly_but(HEADED[:3], "qwen3_5", "nemotron_h"))
 def test_the_head_goes_to_peft_and_back(families, tmp_path, family, mtp):
     """It has a folder of its own, which PEFT and vLLM, which refuse or drop unknown modules, do not open."""
     folder = families(family)
@@ -224,8 +227,16 @@ def test_an_adapter_of_the_head_alone_has_no_other_form(heads, headed, tmp_path)
     heads(mtp="only", iters=2).run()
     with pytest.raises(UserError, match="updates the multi-token-prediction head alone, which mlx-lm"):
         export_adapter("mlx", headed, tmp_path / "out", tmp_path / "mlx")
-    with pytest.raises(UserError, match="updates the multi-token-prediction head alone, for which llama.cpp"):
+    with pytest.raises(UserError, match=r"updates the multi-token-prediction head alone, for which llama\.cpp"):
         write_peft(headed, tmp_path / "out", tmp_path / "peft", one_alpha=True)
+
+
+@pytest.mark.bad_input("an import of a head's adapter for a checkpoint without a head")
+def test_an_imported_head_needs_one(headed, checkpoint, drafting, tmp_path):
+    export_adapter("peft", headed, drafting, tmp_path / "peft")
+    with pytest.raises(UserError, match="has no multi-token-prediction head"):
+        import_peft(checkpoint, tmp_path / "peft", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("form", ["quantised", "transformers", pytest.param("experts", marks=pytest.mark.weekly)])
@@ -252,7 +263,7 @@ def test_other_checkpoints(heads, tiny_checkpoint, tmp_path, read_metrics, form)
     assert mx.allclose(*(two_ahead(model)(hidden, tokens) for model in (adapted, merged)), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.weekly), "nemotron_h", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", weekly_but(HEADED[1:], "nemotron_h", "glm_moe_dsa"))
 def test_other_families_train_merge_and_draft(heads, families, tmp_path, read_metrics, family):
     folder = families(family)
     heads(model=str(folder), iters=8).run()

@@ -20,7 +20,6 @@ from deltatune.train.mtp_loss import mtp_loss
 
 from .pairs import two_layers
 
-
 # Latent attention, a dense layer and one of experts. The indexer of sparse attention takes all tokens of short rows.
 _GLM = Family(
     "glm_moe_dsa",
