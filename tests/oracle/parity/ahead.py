@@ -12,7 +12,7 @@ from deltatune.models.adapted_base import add_head
 from deltatune.models.load import load_model
 from deltatune.options.config import TrainConfig
 from deltatune.selftest.parity import seeded
-from deltatune.selftest.parity.cases import Adapters, ParityCase, ParityRun
+from deltatune.selftest.parity.cases import STEPS, Adapters, ParityCase, ParityRun
 from deltatune.selftest.parity.families import COMMON, FAMILIES, Config, Family, Weights
 from deltatune.selftest.parity.ours import as_batch, from_save, install, parts, train
 from deltatune.train.batch_loss import LossFunction
@@ -97,6 +97,7 @@ def run(
     weights: Weights,
     adapters: Adapters,
     once_patched: Callable[[], None] = lambda: None,
+    steps: int = STEPS,
 ) -> ParityRun:
     """Train the Hugging Face save `config` and `weights` from the initial `adapters`.
 
@@ -123,4 +124,5 @@ def run(
         return whole
 
     modules = install(model, adapters, mlx_path)
-    return train(model, modules, mlx_path, family.learning_rate, prepare, lambda index: as_batch(seeded.batch(index)))
+    rate = family.learning_rate
+    return train(model, modules, mlx_path, rate, prepare, lambda index: as_batch(seeded.batch(index)), steps)
