@@ -247,10 +247,6 @@ class TrainConfig:
     router_aux_loss_coef: float = _loss(
         0.0, "weight of the load-balancing loss of a mixture's routers", range=NOT_NEGATIVE
     )
-    router_z_loss_coef: float = _loss(0.0, "weight of the z-loss of a mixture's routers", range=NOT_NEGATIVE)
-    neftune_noise_alpha: float | None = _loss(
-        None, "size of NEFTune's noise on the embeddings, such as 5", range=POSITIVE
-    )
     reward_funcs: list[str] = _rollouts(
         list,
         "reward functions: FILE.py:FUNCTION,FUNCTION, command:PROGRAM, or exact, marked, regex:PATTERN, json:FIELDS, "
@@ -277,9 +273,6 @@ class TrainConfig:
         None,
         "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of it",
         range=POSITIVE,
-    )
-    loraplus_lr_ratio: float | None = _optimizer(
-        None, "factor of the learning rate of the B matrices (LoRA+)", range=POSITIVE
     )
     lr_schedule: dict[str, Any] | str = _optimizer(
         "cosine",
@@ -393,10 +386,10 @@ class TrainConfig:
     )
     sample_prompts: list[str] = _save(
         list,
-        "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
-        "the prompts, chats or texts in the rows of that file",
+        "prompts that the model answers before, during and after training, with up to 100 tokens, or "
+        "max_completion_length where the loss samples answers; a name that ends with .jsonl stands for the prompts, "
+        "chats or texts in the rows of that file",
     )
-    sample_max_tokens: int = _save(100, "largest number of tokens in an answer to sample_prompts", range=COUNT)
     early_stopping: int | None = _run(
         None, "stop training after this many evaluations without a lower loss", range=COUNT
     )
@@ -411,12 +404,6 @@ class TrainConfig:
         words=("language", "vision", "projector"),
     )
     resume_adapter_file: str | None = _tune(None, "file of adapter weights to start from")
-    clear_cache_threshold: int | None = _run(
-        None,
-        "size, such as 4GB: after an iteration that leaves more freed memory with MLX, all of it is given back; by "
-        "default MLX keeps what the next step needs",
-        range=Range(least=0, most=2**63 - 1, size=True),
-    )
     memory: int | None = _run(
         None,
         "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit, with loss: distill "

@@ -24,13 +24,11 @@ ROOM = {"metal": 1.1, "cuda": 1.3}
 class FreedMemory:
     """Bounds MLX's memory on a GPU while a `with` block runs; MLX's own limit is restored afterwards.
 
-    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use. With
-    a `threshold` in bytes there is no such bound: if more is kept after an iteration, all of it is given back. Above
+    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use. Above
     the bytes of `limit`, or of its own limit, MLX gives back its cache and waits for its queued work.
     """
 
-    def __init__(self, threshold: int | None = None, limit: int | None = None):
-        self._threshold = threshold
+    def __init__(self, limit: int | None = None):
         self._limit = limit
         self._peak = 0
         # MLX's own limit, and the most that it may be while the block runs.
@@ -52,11 +50,7 @@ class FreedMemory:
         mx.set_memory_limit(self._own_limit)
 
     def after_iteration(self) -> None:
-        """Give back cached memory above the threshold, or let the bound follow the peak."""
-        if self._threshold is not None:
-            if mx.get_cache_memory() > self._threshold:
-                mx.clear_cache()
-            return
+        """Let the bound follow the peak."""
         peak = mx.get_peak_memory()
         room = backend.here(ROOM, 0.0)
         if room and peak > self._peak:

@@ -216,7 +216,7 @@ class Iterations:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
         if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
-            parts.screen.say(f"Answering {count:,} sample prompts, --sample-max-tokens each at most.")
+            parts.screen.say(f"Answering {count:,} sample prompts.")
         try:
             answers = parts.samples.on_main(parts.world, self._ending)
         except NoResultError as error:

@@ -235,7 +235,7 @@ class Trainer:
             self._announce(trained, chosen)
             model.train()
             stack.enter_context(_wired())
-            freed_memory = FreedMemory(config.clear_cache_threshold, self._bounds.memory_limit)
+            freed_memory = FreedMemory(self._bounds.memory_limit)
             # A step by layers is computed when it returns, batches of sampled answers depend on the update before, and
             # a teacher's layers are read before a batch.
             waits = not whole or config.samples_answers or self._bounds.teacher is not None

@@ -35,7 +35,7 @@ from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
 from ..models.load import Loaded, comes_from_hub, locate, refuse_unserved
 from ..models.vision.split import has_vision, split_vision, vision_spec
-from ..models.vocabulary import check_examples, noisy_embedding, resize_embeddings
+from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
@@ -55,8 +55,8 @@ from .preferences.objectives import (
     preference_loss,
 )
 from .step import Step
-from .updates.optimizer import UpdateOptions, parameter_groups
-from .updates.routers import router_losses
+from .updates.optimizer import UpdateOptions, undecayed, weight_decay
+from .updates.routers import router_loss
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
@@ -266,14 +266,14 @@ def build_step(
     kind: Callable[..., Step] = Step,
 ) -> Step:
     """Build the training step that `config` describes, inside training(); `kind` is its class."""
-    groups = parameter_groups(model, optimizer, config)
+    left_out = frozenset(undecayed(model)) if weight_decay(optimizer) else ()
     return kind(
         model,
         optimizer,
         loss,
         world,
-        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, groups),
-        routers=router_losses(model, config, world),
+        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, left_out),
+        routers=router_loss(model, config, world),
     )
 
 
@@ -344,9 +344,6 @@ def training(
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
         trained = with_loss(model, config, compare)
-        # With noise, the two parts of a model could not be compared with the whole.
-        if config.neftune_noise_alpha is not None:
-            stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
         yield dataclasses.replace(trained, layers=layers, patches=report, compiled=compiled)
 
 

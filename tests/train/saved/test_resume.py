@@ -78,19 +78,6 @@ def test_a_run_goes_on_with_the_blas_threads_that_it_had(make_trainer, monkeypat
         library.openblas_set_num_threads(1)
 
 
-def test_a_resumed_run_draws_the_same_noise(make_trainer, tmp_path, read_metrics):
-    runs = {}
-    for name, alpha in (("plain", None), ("noisy", 5.0)):
-        trainer = make_trainer(adapter_path=str(tmp_path / name), neftune_noise_alpha=alpha, iters=4)
-        trainer.run()
-        runs[name] = read_metrics(tmp_path / name)
-    make_trainer(neftune_noise_alpha=5.0, iters=3).run()
-    make_trainer(neftune_noise_alpha=5.0, iters=4, resume=True).run()
-    assert adapters(tmp_path / "noisy") == adapters(tmp_path / "out") != adapters(tmp_path / "plain")
-    assert runs["noisy"][0]["val_loss"] == runs["plain"][0]["val_loss"]
-    assert runs["noisy"][1]["train_loss"] != runs["plain"][1]["train_loss"]
-
-
 def test_a_run_resumes_with_the_start_that_it_had(make_trainer, tmp_path, monkeypatch):
     options = {"lora_parameters": {"rank": 2, "scale": 10.0, "dropout": 0.1, "init": "pissa"}, "val_batches": 0}
     make_trainer(adapter_path=str(tmp_path / "straight"), iters=4, **options).run()
