@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..data import Batch
+from ..data.batches.order import TrainingOrder
 from ..lora import pissa
 from .distributed import World
 from .progress import Progress
@@ -19,32 +17,6 @@ from .updates.optimizer import restore
 
 # Begins the names of the arrays of an order, as they are saved.
 _ORDER = "order/"
-
-
-class TrainingOrder(Protocol):
-    """An endless iterator of training batches, with its place in the data."""
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of the figures beside a batch."""
-
-    def samples(self) -> list[dict[str, str]]:
-        """Return some of the answers that the model sampled for the last batches, where it samples any."""
-
-    def __next__(self) -> Batch:
-        """Return the next batch."""
-
-    def peek(self) -> Batch | None:
-        """Return the next batch ahead of time, or None where it is not known."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the place before the next batch, as JSON values."""
-
-    def arrays(self, state: Mapping[str, Any]) -> dict[str, mx.array]:
-        """Return the arrays that an order needs to continue from `state`, which state() returned."""
-
-    def restore(self, state: dict[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Continue from a state and its arrays."""
 
 
 class TrainingState:
