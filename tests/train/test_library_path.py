@@ -239,7 +239,6 @@ REFUSED = [
     ({"lora_parameters": LoraConfig(alpha=16.0)}, {}, "alpha, scale: the options say scale 1"),
     ({"lora_parameters": LoraConfig(rslora=True)}, {}, "rslora: the options say scale 0.5"),
     ({"lora_parameters": LoraConfig(dropout=0.1)}, {}, "dropout: the options say dropout 0.1"),
-    ({"lora_parameters": LoraConfig(init="pissa")}, {}, "init: the options say pissa"),
     ({"lora_parameters": LoraConfig(keys=["o_proj"])}, {}, "keys: .* has an adapter"),
     ({"lora_parameters": LoraConfig(exclude=["o_proj"])}, {}, "exclude: .* has an adapter"),
     ({"lora_parameters": LoraConfig(layers=[0])}, {}, "layers: .* has an adapter"),

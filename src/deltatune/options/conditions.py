@@ -80,7 +80,7 @@ TRAINING: Conditions = {
         "without a mapping of lr_schedule, which has its own rate and warmup",
         lambda c, f: not isinstance(c.lr_schedule, dict)),
     "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: c.lr_schedule.get("warmup")),
-    "rank rank_pattern scale alpha dropout keys exclude rslora init resume_adapter_file keep": (
+    "rank rank_pattern scale alpha dropout keys exclude rslora resume_adapter_file keep": (
         "where adapters train, not with fine_tune_type: full or from_scratch", lambda c, f: _adapts(c)),
     "num_layers": (
         "without from_scratch, which trains all layers, and without layers, which names them",

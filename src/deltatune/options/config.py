@@ -104,12 +104,6 @@ class LoraConfig:
         range=FINITE,
     )
     rslora: bool = _tune(False, "divide the scale by the square root of the rank", flag=False)
-    init: str = _tune(
-        "zero",
-        "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
-        flag=False,
-        choices=("zero", "pissa"),
-    )
 
     def __post_init__(self) -> None:
         fix(self)
@@ -303,7 +297,7 @@ class TrainConfig:
     )
     lora_parameters: LoraConfig = _tune(
         LoraConfig,
-        "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
+        "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
         flag=False,
     )
     resize_embeddings: bool = _tune(
@@ -467,10 +461,6 @@ class TrainConfig:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
             raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
-        if self.lora_parameters.init == "pissa" and self.resume_adapter_file is not None:
-            raise UserError(
-                "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
-            )
         if self.from_scratch:
             vars(self).update(fine_tune_type="full", num_layers=-1)
         if self.memory is not None:
@@ -495,12 +485,9 @@ class TrainConfig:
     @property
     def trains_base(self) -> str | None:
         """The option with which the base model's weights change, as a clause; None where all of them stay frozen."""
-        changes = {
-            "from_scratch trains them": self.from_scratch,
-            "fine_tune_type: full trains them": self.fine_tune_type == "full",
-            "init: pissa changes them": self.lora_parameters.init == "pissa",
-        }
-        return next((clause for clause, applies in changes.items() if applies), None)
+        if self.from_scratch:
+            return "from_scratch trains them"
+        return "fine_tune_type: full trains them" if self.fine_tune_type == "full" else None
 
     @property
     def has_preferences(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
-from mlx.utils import tree_map
 
 from ..data import Batch, BatchOrder, Splits
 from ..data.batches.batch import row_capacity
@@ -24,7 +23,7 @@ from ..data.example import Example
 from ..data.vision.media import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
-from ..lora import convert_to_lora, pissa
+from ..lora import convert_to_lora
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import load, refused_by_mlx_vlm
@@ -84,13 +83,7 @@ class Run:
 
     def prepare(self) -> list[str]:
         """Make the model trainable as the options say; return lines that describe it to the user."""
-        lines = prepare(self.model, self.config)
-        if self.world.size > 1:
-            # Another machine's decomposition of the same weight may differ in its last bits.
-            main = self.world.main
-            starts = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
-            pissa.start_at(self.model, self.world.sum_tree(starts))
-        return lines
+        return prepare(self.model, self.config)
 
     def training_order(self) -> BatchOrder | StreamOrder:
         """Return this rank's batches to train on."""

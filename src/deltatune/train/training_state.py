@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..data.batches.order import TrainingOrder
-from ..lora import pissa
 from .distributed import World
 from .progress import Progress
 from .saved import state
@@ -98,10 +97,9 @@ class TrainingState:
         return {f"{_ORDER}{name}": self._world.gather(array) for name, array in arrays.items()}
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return the trained parameters, where PiSSA's adapters started, and the moments, as they are saved."""
+        """Return the trained parameters and the moments, as they are saved."""
         self.step.settle()
         arrays = state.flatten("trainable", self.step.model.trainable_parameters())
-        arrays |= state.flatten("start", pissa.starts(self.step.model))
         return arrays | state.flatten("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
 
     def restore(self, arrays: dict[str, mx.array], progress: Progress, path: Path) -> None:
@@ -109,7 +107,6 @@ class TrainingState:
         model = self.step.model
         optimizer = self.step.optimizer
         bundles = self.step.bundles
-        pissa.start_at(model, state.unflatten("start", pissa.starts(model), arrays, path))
         model.update(state.unflatten("trainable", model.trainable_parameters(), arrays, path))
         by_parameter = state.unflatten("optimizer", bundles.part_state(optimizer.state), arrays, path)
         restore(optimizer, bundles.join_state(by_parameter, optimizer.state))
@@ -122,7 +119,7 @@ class TrainingState:
             self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
             self._start = dataclasses.replace(progress), window if self._world.main else {}
         # Frozen weights may stay on the disk, and nothing here has changed them.
-        mx.eval(model.trainable_parameters(), pissa.starts(model), optimizer.state, self.sums)
+        mx.eval(model.trainable_parameters(), optimizer.state, self.sums)
 
     def _answers_of(self, arrays: dict[str, mx.array], progress: Progress) -> dict[str, mx.array]:
         """Return this rank's sampled answers; another number of ranks shares the prompts otherwise, and has none."""

@@ -381,7 +381,6 @@ def test_plan_reports_the_bytes_that_are_read(config, least, capsys, monkeypatch
     {
         "full fine-tuning": {"fine_tune_type": "full"},
         "training from scratch": {"from_scratch": True, "fine_tune_type": "full"},
-        "PiSSA": {"lora_parameters": LoraConfig(init="pissa")},
     }.items(),
 )
 def test_option_that_does_not_run_by_layers_is_refused(what, options):

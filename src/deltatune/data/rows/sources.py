@@ -70,17 +70,14 @@ def may_hold_media(table: Any) -> bool:
     """
     import pyarrow.compute as compute
 
-    for name, column in zip(table.column_names, table.columns, strict=True):
+    def holds(name: str, column: Any) -> bool:
         if name in _COLUMNS:
             # Of a list, the members.
-            filled = compute.list_flatten(column) if hasattr(column.type, "value_field") else column.drop_null()
-            found = len(filled) > 0
-        else:
-            matches = (compute.match_substring_regex(texts, _MEDIA) for texts in _texts(column.combine_chunks()))
-            found = any(compute.any(match).as_py() for match in matches)
-        if found:
-            return True
-    return False
+            return len(compute.list_flatten(column) if hasattr(column.type, "value_field") else column.drop_null()) > 0
+        matches = (compute.match_substring_regex(texts, _MEDIA) for texts in _texts(column.combine_chunks()))
+        return any(compute.any(match).as_py() for match in matches)
+
+    return any(map(holds, table.column_names, table.columns))
 
 
 def _texts(array: Any) -> Iterator[Any]:
