@@ -22,10 +22,6 @@ class Facts(NamedTuple):
     turns: bool = True
 
 
-def _adapts(c: TrainConfig) -> bool:
-    return c.fine_tune_type != "full" and not c.from_scratch
-
-
 def _makes_rate(c: TrainConfig) -> bool:
     return c.optimizer.lower() == "adafactor" and (c.optimizer_config.get("adafactor") or {}).get("relative_step", True)
 
@@ -81,7 +77,8 @@ TRAINING: Conditions = {
         lambda c, f: not isinstance(c.lr_schedule, dict)),
     "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: c.lr_schedule.get("warmup")),
     "rank rank_pattern scale alpha dropout keys exclude rslora resume_adapter_file keep": (
-        "where adapters train, not with fine_tune_type: full or from_scratch", lambda c, f: _adapts(c)),
+        "where adapters train, not with fine_tune_type: full or from_scratch",
+        lambda c, f: c.fine_tune_type != "full" and not c.from_scratch),
     "num_layers": (
         "without from_scratch, which trains all layers, and without layers, which names them",
         lambda c, f: not c.from_scratch and c.lora_parameters.layers is None),

@@ -115,15 +115,11 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
-    notes = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
+    lengths = [document.positions for document in splits.documents()]
+    # The rows of a stream may be as long as the options allow.
+    lengths += [config.max_seq_length] * isinstance(splits, StreamedSplits)
+    notes = fault_notes(loaded.model, loaded.config, lengths)
     return Run(config, loaded, splits, world or World(), image, notes, teacher)
-
-
-def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
-    """Yield the length of every document in tokens; the rows of a stream may be as long as the options allow."""
-    yield from (document.positions for document in splits.documents())
-    if isinstance(splits, StreamedSplits):
-        yield config.max_seq_length
 
 
 def uses(config: TrainConfig) -> tuple[str, ...]:
