@@ -22,8 +22,6 @@ from deltatune.ops.pointwise import (
     gates,
     gating,
     heads,
-    norm,
-    norm_and_gate,
     norms,
     silu,
     swiglu,
@@ -141,16 +139,7 @@ PASSES = {
     "four turned heads of 256, gates": turned(256, 64, 4, 3, True),
     "two turned heads of 256": turned(256, 256, 2, 15, False),
 }
-for width in (8, 64, 256):
-    PASSES[f"norm of {width}"] = Pass(
-        partial(norm, factor=0.25, eps=EPS), lambda x: 0.25 * x * inverse_rms(x, EPS), [(5, 27, width)]
-    )
-    PASSES[f"norm and gate of {width}"] = Pass(
-        lambda x, w: norm_and_gate(x, w, EPS),
-        lambda x, w: (exact_norm(x[..., : w.size], w), mx.sigmoid(x[..., w.size :])),
-        [(3, 9, 2 * width), (width,)],
-    )
-for width in (16, 128):
+for width in (8, 16, 64, 128, 256):
     PASSES[f"gated norm of {width}"] = Pass(
         lambda x, g, w: gated_norm(x, w, g, 1e-6),
         lambda x, g, w: x * inverse_rms(x, 1e-6) * w * g * mx.sigmoid(g),
@@ -195,7 +184,7 @@ def swapped(x: mx.array) -> mx.array:
     return mx.contiguous(x.swapaxes(0, 1)).swapaxes(0, 1) if x.ndim > 1 else x
 
 
-OF_EACH_KERNEL = ["swiglu", "norm of 64", "norm and gate of 64", "gated norm of 128", "gates", "conv of documents"]
+OF_EACH_KERNEL = ["swiglu", "gated norm of 128", "gates", "conv of documents"]
 OF_EACH_KERNEL += ["heads of 96", "eight turned heads of 32, gates", "times gate of 40", "sum of 1024"]
 
 
@@ -335,9 +324,6 @@ HEADS, OF_HEADS = mx.zeros((2, 5, 8, 64)), mx.zeros((32,))
 Y, GATE = mx.zeros((2, 3, 5, 16)), mx.zeros((2, 5, 3, 16))
 REFUSED = [
     (swiglu, (X, X[:, :32]), "one shape and dtype"),
-    (norm, (X[:, :12], 1.0, 1e-6), r"W one of \(8, 16"),
-    (gated_norm, (X, W[:32], X, 1e-6), r"gated_norm: x \(2, 64\)"),
-    (norm_and_gate, (X, W, 1e-6), r"norm_and_gate: x \(2, 64\)"),
     (gates, (X, X, W[:32], W[:32]), "gates: a"),
     (conv_heads, (ROW, TAPS[:, :1], ONE_HEAD), "conv_heads: x"),
     (conv_heads, (ROW, TAPS[:8], ONE_HEAD), "conv_heads: x"),
@@ -372,9 +358,11 @@ X9, TAPS9, STATE = mx.zeros((1, 9, 64)), mx.zeros((64, 4)), mx.zeros((2, 3, 152)
 DOCUMENTS = mx.zeros((2, 19), mx.int32)
 SERVES = {
     "swiglu": (silu.serves, [(X9, X9)], [(X9, X9[:, :1])]),
-    "norm": (norms.norm_serves, [(X9, 0.5, 1e-6)], [(X9[..., :12], 0.5, 1e-6)]),
-    "gated norm": (norms.gated_norm_serves, [(X9, W, X9, 1e-6)], []),
-    "norm and gate": (norms.norm_and_gate_serves, [(X9, W[:32], 1e-6)], [(X9, W, 1e-6)]),
+    "gated norm": (
+        norms.gated_norm_serves,
+        [(X9, W, X9, 1e-6)],
+        [(X9, W[:32], X9, 1e-6), (X9[..., :12], W[:12], X9[..., :12], 1e-6)],
+    ),
     "gates": (gating.serves, [(X9, X9, W, W), (X9, X9, W, W, 2.0)], [(X9, X9, W[:3], W)]),
     "conv": (conv.serves, [(X9, TAPS9), (X9, TAPS9, mx.zeros((1, 6), mx.int32))], [(X9, W[:, None])]),
     "conv and heads": (
