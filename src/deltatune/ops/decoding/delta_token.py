@@ -121,7 +121,7 @@ def delta_token_naive(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     rows = arrays.before.shape[0]
     dtype = arrays.dtype
     x, z, b, a = (part[:, None] for part in _parts(layer, arrays.projected))
-    y, _ = causal_conv(x, arrays.taps, initial_state=arrays.before)
+    y = causal_conv(x, arrays.taps, initial_state=arrays.before)
     y = (y * mx.sigmoid(y)).astype(dtype)
     *normed, v = mx.split(y, [heads.channels, 2 * heads.channels], axis=-1)
     q, k = (mx.unflatten(part, -1, (heads.count, heads.size)) for part in normed)
