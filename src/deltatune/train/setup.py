@@ -330,7 +330,8 @@ def training(
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
-        report = stack.enter_context(patched(model, strict=not config.force, uses=uses(config), rows=config.batch_size))
+        rows = config.batch_size * config.rows_each
+        report = stack.enter_context(patched(model, strict=not config.force, uses=uses(config), rows=rows))
         if config.loss == "distill":
             stack.enter_context(patched(teacher_of(config), strict=not config.force, uses=uses(config)))
         layers = describe(model)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from .context import Context
+from .context import Changed, Context
 from .known import Known
 
 
@@ -107,3 +107,8 @@ class Trace:
 _context = Context(Trace(), known=Known)
 current = _context.current
 having = _context.having
+
+
+def outside() -> Changed[Trace]:
+    """Within the context the trace is that outside all contexts, for what is computed while a step is traced."""
+    return having(**vars(Trace()))
