@@ -242,7 +242,7 @@ class Steps:
         model, layout = self.model, self._layout
         with only(model, few):
             built = trace_step(
-                model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, shortened=few.shortened
+                model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, inner=few.inner
             )
             machines = [simulate_step(built, queued=queued) for queued in _QUEUED]
             tower = simulate_tower(built)

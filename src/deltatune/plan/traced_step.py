@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -182,11 +182,12 @@ def trace_step(
     checkpoints: Checkpoints | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
-    shortened: bool = False,
+    inner: Collection[int] | None = None,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` and `layer_inputs` are as in forecast_step(); `shortened` leaves out most turns of long loops.
+    `checkpoints` and `layer_inputs` are as in forecast_step(). `inner` leaves out most turns of long loops, and most
+    pieces of the layers at these positions.
     UserError where options of `config` conflict.
     """
     as_trained = _as_trained(model, config, checkpoints)
@@ -199,7 +200,8 @@ def trace_step(
         if config.samples_answers or (config.loss == "distill" and config.memory is not None):
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        with trace.having(shortened=shortened):
+        inner_layers = frozenset(id(trained.layers[at].module) for at in inner or ())
+        with trace.having(shortened=inner is not None, inner_layers=inner_layers):
             first, second, gradients = _outputs(step, start.sums, batch)
         existing = _addresses(layout, start.arrays)
         # One evaluation of a step as a whole, many of one by layers.
