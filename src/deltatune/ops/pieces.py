@@ -148,7 +148,7 @@ def in_pieces(
         # Whole rows hand nothing on.
         options["cache"] = carry.empty
         carry = Carry()
-    spans = cut.spans(inner=id(module) in told.inner_layers)
+    spans = cut.spans(inner=any(layer is module for layer in told.inner_layers))
     pieces = _Pieces(layer, module, paths, carry, cut, spans, options, told.segments, told.side_outputs is not None)
     with repeatable() as key:
         y, *more = with_gradient(pieces.forward, pieces.backward)(mx.stop_gradient(key), *parameters, x)

@@ -200,7 +200,7 @@ def trace_step(
         if config.samples_answers or (config.loss == "distill" and config.memory is not None):
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        inner_layers = frozenset(id(trained.layers[at].module) for at in inner or ())
+        inner_layers = [trained.layers[at].module for at in inner or ()]
         with trace.having(shortened=inner is not None, inner_layers=inner_layers):
             first, second, gradients = _outputs(step, start.sums, batch)
         existing = _addresses(layout, start.arrays)

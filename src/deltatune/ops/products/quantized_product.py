@@ -217,9 +217,8 @@ def unpacked(
         numbers = dtype or scales.dtype
         if biases is not None and unpacking.serves(w, scales, biases, numbers, **packing):
             return unpacking.unpack([w, scales, biases], packing["group_size"], packing["bits"], numbers)
-        in_fp32 = biases is not None and numbers == scales.dtype == biases.dtype == mx.float32
-        if biases is not None and in_fp32 and _divides_words(**packing):
-            return _shifted(w, scales, biases, packing["group_size"], packing["bits"])
+        if biases is not None and _divides_words(**packing):
+            return _shifted(w, scales, biases, packing["group_size"], packing["bits"]).astype(numbers)
         return mx.dequantize(w, scales, biases, dtype=dtype, **packing)
     matrices = [
         mx.dequantize(w[i], scales[i], None, global_scale=global_scale[i], dtype=dtype, **packing)
@@ -234,9 +233,9 @@ def _divides_words(bits: int | None = None, group_size: int | None = None, mode:
 
 
 def _shifted(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
-    """Return mx.dequantize in fp32, with the same bits; it has eight arrays for each of a word's numbers."""
+    """Return mx.dequantize in the scales' dtype, with the same bits; MLX makes arrays for each of a word's numbers."""
     numbers = (w[..., None] >> mx.arange(0, 32, bits, dtype=mx.uint32)) & (2**bits - 1)
-    groups = numbers.reshape(*scales.shape, group_size).astype(mx.float32)
+    groups = numbers.reshape(*scales.shape, group_size).astype(scales.dtype)
     return (groups * scales[..., None] + biases[..., None]).reshape(*w.shape[:-1], -1)
 
 
