@@ -94,8 +94,8 @@ class FewLayers(NamedTuple):
 
         The last two layers are not among them, near which a step needs the most.
         """
-        kept = self.kept
-        return [at for at in range(len(kept) - 2) if kept[at] in kept[at + 1 :]] if self.shortened else None
+        kinds = self.kept
+        return [at for at in range(len(kinds) - 2) if kinds[at] in kinds[at + 1 :]] if self.shortened else None
 
     def chosen_from(self, lowest: int) -> int:
         """How many of the kept layers are the layer `lowest` or above it."""
