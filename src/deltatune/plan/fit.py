@@ -232,13 +232,14 @@ def _bounds_of_ranks(
     factors = [adapter["lora_a"] for adapter in adapters(model).values() if isinstance(adapter, Adapter)]
     ranks = sum(a.shape[-1] if a.ndim == 2 else _MOST_CHOSEN * a.shape[1] for a in factors)
     joined = 2 * 4 * plan.tokens * ranks
-    least = plan.bytes.amount - trained
-    if recomputed:
-        # No layer is twice as large as the others.
-        joined = min(joined, joined * 2 // len(describe(model)))
-        if plan.bytes.where != UPDATE:
-            least = plan.bytes.amount - 4 * gradients - moments - 2 * joined
-    return least, plan.bytes.amount + (times - 1) * trained + times * joined
+    peak = plan.bytes.amount
+    if not recomputed or plan.bytes.where == UPDATE:
+        return peak - trained, peak + (times - 1) * trained + times * joined
+    # No layer is twice as large as the others. The update of a large rank may need more than the passes.
+    joined = min(joined, joined * 2 // len(describe(model)))
+    in_passes = 4 * gradients + moments
+    in_update = plan.sizes["parameters"] + times * trained
+    return peak - in_passes - 2 * joined, max(peak + (times - 1) * in_passes + times * joined, in_update)
 
 
 def _without_tokens(plan: Forecast) -> Forecast:
