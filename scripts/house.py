@@ -35,7 +35,7 @@ BUDGETS = {
     "recipes": Budget(60, 200),
     "doctor": Budget(1_080, 1_300),
     "export": Budget(1_650, 1_600),
-    "plan": Budget(4_345, 3_300),
+    "plan": Budget(4_350, 3_300),
     "train": Budget(10_310, 8_000),
     "rewards": Budget(655, 600),
     "data": Budget(6_570, 5_300),
