@@ -54,9 +54,7 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
             continue
         seen = layout.describe(at)
         size = math.prod(seen.shape)
-        node = nodes[at] = Node(
-            at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position, size=size
-        )
+        node = nodes[at] = Node(at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position, size=size)
         if at in leaves or not seen.primitive:
             continue
         node.kind = layout.kind(seen.primitive)

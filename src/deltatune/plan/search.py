@@ -83,8 +83,11 @@ def largest(
         wanted = _guess(points, limits, good, high)
         if wanted >= 50 * step:
             wanted = _guess(points, aimed, good, high)
-        if len(known) == 1 and fixed is not None and limits.bytes is not None:
-            wanted = min(high, int(wanted * _beyond_the_line(known, wanted, limits.bytes)))
+        saved = known[good].saved if good in known and len(points) == 2 else 0
+        if saved and wanted >= 4 * good and limits.bytes is not None:
+            # So far away the line is too steep, since a part does not grow, and one of saved tensors alone too flat.
+            flat = good * (1 + (limits.bytes - known[good].bytes.amount) / saved)
+            wanted = min(high, int(wanted**0.4 * flat**0.6))
         if bad <= most and wanted >= high:
             # The curve meets the limit beyond a value that does not fit.
             wanted = bad - max(step, bad // 50)
@@ -117,18 +120,6 @@ def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimit
         if 7 / 8 <= share <= 9 / 8 and (limits.buffers is None or plan.buffers.amount * 9 <= limits.buffers * 8):
             bound = max(bound, int(share * value))
     return min(bound, most)
-
-
-def _beyond_the_line(plans: Mapping[int, Forecast], met: int, limit: int) -> float:
-    """How many times the value at which a line meets the limit is to be tried, since a part of memory does not grow.
-
-    The line is that through the memory without tokens and the one plan. If it leads far beyond the plan, it is too
-    steep, and one of saved tensors alone too flat.
-    """
-    ((value, plan),) = plans.items()
-    if met < 4 * value or not plan.saved:
-        return 1
-    return ((1 + (limit - plan.bytes.amount) / plan.saved) * value / met) ** 0.6
 
 
 def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:
