@@ -72,7 +72,7 @@ def largest(
     def bounds() -> tuple[int, int]:
         good, bad = _bounds(known, limits, most)
         if fixed is not None and limits.bytes is not None:
-            good = max(good, _bound_to_fit(known, fixed.bytes.amount, aimed, min(bad - 1, most)) // step * step)
+            good = max(good, _bound_to_fit(known, fixed.bytes.amount, limits, min(bad - 1, most)) // step * step)
         return good, bad
 
     for _ in range(plans):
