@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from deltatune.machine import backend
 from deltatune.ops.operator import kernel_operator
+from deltatune.ops.operator.case import judged
 from deltatune.ops.operator.measure import ROUNDING
 from deltatune.ops.pointwise import adam, stored_moments
 from deltatune.ops.pointwise.adam import AdamStep
@@ -133,7 +134,7 @@ def test_other_devices_do_not_use_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS, ids=str)
 def test_the_trial_accepts_the_kernel_of_8_bits(dtype, gradient_dtype, execute):
-    assert kernel_operator.agrees(stored_moments.trial_case(dtype, gradient_dtype), execute)
+    assert judged(stored_moments.trial_case(dtype, gradient_dtype), execute, "kernel").passed
 
 
 @pytest.mark.parametrize("changed", [1, 3])
@@ -147,7 +148,7 @@ def test_the_trial_refuses_codes_two_intervals_off(changed, execute, caplog):
         results[changed] = mx.array(codes)
         return results
 
-    assert not kernel_operator.agrees(stored_moments.trial_case(mx.float32, mx.float32), off)
+    assert not judged(stored_moments.trial_case(mx.float32, mx.float32), off, "kernel").passed
 
 
 @pytest.mark.parametrize("size", [1, 8, 255, 256, 257, 1031])

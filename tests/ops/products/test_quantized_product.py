@@ -48,6 +48,18 @@ def relative_error(found, expected):
     return np.linalg.norm(np.array(found.astype(mx.float32)) - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.skipif(backend.device() != "cpu", reason="a GPU has a kernel of its own")
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["a matrix", "experts"])
+def test_numbers_are_those_of_mlx_bit_for_bit(lead):
+    for packing in PACKINGS.values():
+        for dtype in BOUND:
+            arrays = quantized_matrix(packing, dtype, lead)
+            for wanted in (dtype, mx.float32):
+                found = unpacked(*arrays, dtype=wanted, **packing)
+                assert found.dtype == wanted
+                assert mx.array_equal(found, mx.dequantize(*arrays, dtype=wanted, **packing)), (packing, dtype, wanted)
+
+
 @pytest.mark.parametrize("slabs", [1, 3], ids=["whole", "in slabs"])
 @pytest.mark.parametrize("dtype", BOUND, ids=lambda d: str(d).split(".")[-1])
 @pytest.mark.parametrize("transpose", [True, False], ids=["rows of in", "rows of out"])
