@@ -1,7 +1,6 @@
 """Rows of chats, as programs and people write them, as the command shows them: target tokens and refusals."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -118,23 +117,6 @@ def test_a_completion_that_repeats_the_prompt_is_refused(shown):
     code, said = shown([{"prompt": [QUESTION], "completion": [QUESTION | {"name": ""}, ANSWER]}])
     assert code == 2
     assert "train.jsonl:1: completion repeats the prompt" in said
-
-
-def test_a_template_in_chat_template_json_alone(tiny_checkpoint, tmp_path):
-    model, data = tmp_path / "model", tmp_path / "data"
-    shutil.copytree(tiny_checkpoint("qwen3"), model)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    data.mkdir()
-    (data / "train.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
-    texts = []
-    for _ in range(2):
-        flags = ["--model", model, "--data", data, "--adapter-path", "none", "--batch-size", 1]
-        texts.append(batch(called("train", *flags, "--show-batch").stdout))
-        if "chat_template" in config:
-            (model / "chat_template.json").write_text(json.dumps({"chat_template": config.pop("chat_template")}))
-            (model / "tokenizer_config.json").write_text(json.dumps(config))
-    assert texts[0] == texts[1]
-    assert (model / "chat_template.json").is_file()
 
 
 def test_a_row_has_the_thinking_of_the_prompt_that_begins_it(shown):
