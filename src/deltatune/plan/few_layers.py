@@ -88,6 +88,15 @@ class FewLayers(NamedTuple):
         """The choice of all layers."""
         return self._replace(chosen=list(range(len(self.kinds))))
 
+    @property
+    def inner(self) -> list[int] | None:
+        """The positions among the kept layers whose peaks layers of their kinds behind them tell; None without loops.
+
+        The last two layers are not among them, near which a step needs the most.
+        """
+        kept = self.kept
+        return [at for at in range(len(kept) - 2) if kept[at] in kept[at + 1 :]] if self.shortened else None
+
     def chosen_from(self, lowest: int) -> int:
         """How many of the kept layers are the layer `lowest` or above it."""
         return sum(at >= lowest for at in self.chosen)
