@@ -18,6 +18,7 @@ from .pointwise import (
     norms,
     passes,
     rows,
+    scored_swiglu,
     silu,
     squares,
     stored_moments,
@@ -34,7 +35,7 @@ OPERATORS = (GATED_DELTA, LINEAR_ATTENTION, ATTENTION)
 KERNELS = (
     replace(passes.OPERATOR, workloads=lambda quick: [load for module in _PASSES for load in module.workloads(quick)]),
     *(module.OPERATOR for module in (weighted_norms, rows, joining, unpacking, adam, vocabulary_loss, low_rank)),
-    *(module.OPERATOR for module in (squares, stored_moments)),
+    *(module.OPERATOR for module in (squares, scored_swiglu, stored_moments)),
     *(experts.PRODUCTS, experts.GRADIENTS),
     *(module.OPERATOR for module in (linear_token, attention_token, gated_attention_token, delta_token, sampled_token)),
 )

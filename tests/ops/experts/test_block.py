@@ -12,7 +12,7 @@ from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts.trial_case import EXACT, EXACT_ELEMENT, ROUNDINGS_ON_GPU
 from deltatune.ops.operator.measure import ROUNDING
-from deltatune.ops.pointwise import unpacking
+from deltatune.ops.pointwise import scored_swiglu, unpacking
 from dense_experts import LEAVES, NAMES, Case, block, expected, largest_errors, value_and_gradients
 from poison import poison
 
@@ -66,6 +66,23 @@ def test_a_mac_with_memory_reads_all_experts_once(device, gigabytes, chunks, mon
     monkeypatch.setattr(block_module, "ROWS_PER_EXPERT", {"metal": 4, "cuda": 4})
     up, down = (Projection(mx.zeros((256, *shape))) for shape in ((64, 256), (256, 64)))
     assert block_module._layout([up, down], 2048, 8).chunks == chunks
+
+
+@pytest.mark.usefixtures("form")
+def test_the_gradients_of_the_activation_in_one_pass(monkeypatch):
+    """The pass is computed by MLX's operations here."""
+    calls = []
+    monkeypatch.setattr(scored_swiglu, "serves", lambda *_: True)
+
+    def gradients(gate, x, d, score):
+        calls.append(1)
+        hidden, inner, dscore = scored_swiglu.with_mlx(lambda g, x: g * mx.sigmoid(g) * x, [gate, x], d, score[:, None])
+        return hidden, *inner, dscore
+
+    monkeypatch.setattr(scored_swiglu, "gradients", gradients)
+    case = CASES["many chunks"]
+    assert_exact(value_and_gradients(block, case, case.arrays), expected(case))
+    assert bool(calls) == (backend.device() != "cpu")
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])

@@ -26,6 +26,7 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.fused_passes import no_initial_state
 from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.kernels.launch import Launch, on
+from deltatune.ops.pointwise import scored_swiglu
 from deltatune.ops.pointwise.adam import AdamStep
 from deltatune.ops.pointwise.conv import conv_silu
 from deltatune.ops.pointwise.gating import gates
@@ -86,6 +87,7 @@ def passes(dtype: mx.Dtype) -> None:
         gradients(lambda each, gated=gated: turned_heads(each, weight, 1e-6, 32, 1e4, gated), of_heads)
     gradients(lambda *arrays: [times_gate(*arrays)], x[:, None], x[:, :, None])
     rows, index = x.reshape(40, 64), mx.arange(40)
+    mx.eval(scored_swiglu.gradients(rows, rows, rows, mx.zeros((40,))))
     mx.eval(take_rows(rows, index), end_to_end([x, weight]))
     step, large = AdamStep.begun(mlx.optimizers.AdamW(0.1), None, mx.array(True)), [mx.zeros((300,), dtype)] * 2
     mx.eval(step(*large * 2), EightBitStep(step)(*large, *[mx.zeros((300,), mx.uint8), mx.zeros((2,))] * 2))

@@ -11,6 +11,7 @@ from deltatune.ops.pointwise import (
     adam,
     joining,
     rows,
+    scored_swiglu,
     squares,
     stored_moments,
     unpacking,
@@ -29,6 +30,7 @@ TRIALS = {
     "Adam on 8 bits": (partial(stored_moments.trial_case, FP32, FP32), 1.02),
     "end to end": (partial(joining.trial_case, FP32), 1.001),
     "rows": (partial(rows.trial_case, BF16), 1.05),
+    "scored SwiGLU": (partial(scored_swiglu.trial_case, FP32), 1.1),
     "squares": (partial(squares.trial_case, BF16), 1.001),
     **{f"{bits} bits": (partial(unpacking.trial_case, 64, bits, BF16, BF16), 1.05) for bits in unpacking.BITS},
     "the vocabulary's loss": (partial(vocabulary_loss.trial_case, FP32), 1 + 2e-5),
@@ -62,6 +64,11 @@ SERVING = {
         ],
     ),
     "the vocabulary's loss": (vocabulary_loss.serves, [(X,)], [(X[:63],), (X[None],), (X.astype(mx.int32),)]),
+    "scored SwiGLU": (
+        scored_swiglu.serves,
+        [(LARGE,) * 3],
+        [(SMALL,) * 3, (NARROW,) * 3, (LARGE, LARGE, LARGE.astype(BF16))],
+    ),
     "rows": (rows.serves, [(LARGE, 1024)], [(SMALL, 1023), (NARROW, 10240)]),
     "unpacking": (
         unpacking.serves,

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ...machine import backend
 from ..functional import is_floating, not_differentiated_again, refuse_second_derivative, with_gradient
-from ..pointwise import silu
+from ..pointwise import scored_swiglu, silu
 from ..tracing import trace
 from ..tracing.turns import blank, turns
 from .gradient_sums import GradientSums, WithLowRank
@@ -226,10 +226,7 @@ class _Block:
         experts_later = mx.depends([experts], [dhidden])[0]
         matrices = [p.unpacked_matrices(experts_later, rows.dtype) for p in readers]
         inner = inner or InnerRows.of(readers, rows, chunk, matrices)
-        # `dhidden` lacks the factor `score`.
-        scored = dhidden * score.astype(dhidden.dtype)
-        (hidden,), dinner = mx.vjp(lambda *arrays: [self.activation(*arrays)], inner.outputs, [scored])
-        dscore = (dhidden.astype(mx.float32) * hidden).sum(axis=-1)
+        hidden, dinner, dscore = self._of_activation(inner.outputs, dhidden, score)
         if down.bias is not None:
             dscore = dscore + (cotangent.astype(mx.float32) * down.bias[experts][:, None]).sum(axis=-1)
         if chunk.valid is not None:
@@ -244,6 +241,20 @@ class _Block:
         assert drows is not None
         sums.add_readers(rows, inner.low_ranks, dinner, d_low_ranks, chunk)
         return drows, dscore
+
+    def _of_activation(
+        self, inner: list[mx.array], dhidden: mx.array, score: mx.array
+    ) -> tuple[mx.array, list[mx.array], mx.array]:
+        """Return the hidden rows [t, m, I], the gradients of `inner`, and those of the scores without biases [t, m].
+
+        `dhidden` lacks the factor `score` [t, m, 1].
+        """
+        if self.activation is swiglu and isinstance(self.layout, Sorted):
+            up, gate, d = (array.squeeze(1) for array in (*inner, dhidden))
+            if scored_swiglu.serves(gate, up, d):
+                hidden, dgate, dup, dscore = scored_swiglu.gradients(gate, up, d, score.reshape(-1))
+                return hidden[:, None], [dup[:, None], dgate[:, None]], dscore[:, None]
+        return scored_swiglu.with_mlx(self.activation, inner, dhidden, score)
 
     def _tiles(self, x: mx.array, rows: mx.array) -> mx.array:
         tiles = self.layout.tiles(x, rows)

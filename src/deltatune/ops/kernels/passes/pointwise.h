@@ -36,6 +36,14 @@ inline float inverse_of(const thread float (&x)[8], float eps) {
   return metal::rsqrt(row_dot<LANES>(x, x) / (8 * LANES) + eps);
 }
 
+// Returns silu(g), and replaces g and d by the gradients of g and x for the gradient d of silu(g) x.
+inline float swiglu_gradients(thread float& g, float x, thread float& d) {
+  const float s = sigmoid_of(g), silu = g * s;
+  g = d * x * silu_slope(g, s);
+  d *= silu;
+  return silu;
+}
+
 // Computes y = silu(gate) x for gate, x and y of `count` pieces.
 template <typename T>
 inline void swiglu_forward(long at, long count, const GLOBAL T* gate, const GLOBAL T* x, GLOBAL T* y) {
@@ -57,13 +65,38 @@ inline void swiglu_backward(long at, long count, const GLOBAL T* gate, const GLO
   take(other, x, at);
   take(d, dy, at);
   DELTATUNE_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const float s = sigmoid_of(g[i]), silu = g[i] * s;
-    g[i] = d[i] * other[i] * silu_slope(g[i], s);
-    d[i] *= silu;
-  }
+  for (int i = 0; i < 8; ++i) swiglu_gradients(g[i], other[i], d[i]);
   give(dgate, at, g);
   give(dx, at, d);
+}
+// Computes hidden = silu(gate) x, and its gradients from d, which lacks the factor `score` of its row: dgate and dx,
+// and dscore = <d, hidden>. A row has `pieces` pieces, and LANES lanes, which share it.
+template <int LANES, typename T, typename S>
+inline void scored_swiglu(long at, int rows, int pieces, const GLOBAL T* gate, const GLOBAL T* x, const GLOBAL T* d,
+                          S score, GLOBAL T* hidden, GLOBAL T* dgate, GLOBAL T* dx, GLOBAL float* dscore) {
+  const long row = at / LANES;
+  if (row >= rows) return;
+  const float own = score[row];
+  float along = 0.0f;
+  for (long piece = row * pieces + at % LANES; piece < (row + 1) * pieces; piece += LANES) {
+    float g[8], other[8], e[8];
+    take(g, gate, piece);
+    take(other, x, piece);
+    take(e, d, piece);
+    DELTATUNE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const float unscored = e[i];
+      e[i] *= own;
+      other[i] *= swiglu_gradients(g[i], other[i], e[i]);
+      along += unscored * other[i];
+    }
+    give(hidden, piece, other);
+    give(dgate, piece, g);
+    give(dx, piece, e);
+  }
+  DELTATUNE_UNROLL
+  for (int step = 1; step < LANES; step *= 2) along += lane_exchange(along, step);
+  if (at % LANES == 0) dscore[row] = along;
 }
 
 // Computes y = x / rms(x) weight silu(gate) row by row, with weight [8 LANES]. Lanes past the end compute the last
