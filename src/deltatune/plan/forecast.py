@@ -241,9 +241,7 @@ class Steps:
     def _simulated(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace | None, waits: bool) -> _Short | None:
         model, layout = self.model, self._layout
         with only(model, few):
-            built = trace_step(
-                model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, inner=few.inner
-            )
+            built = trace_step(model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, inner=few.inner)
             machines = [simulate_step(built, queued=queued) for queued in _QUEUED]
             tower = simulate_tower(built)
         places = places_of(built, machines[0].evaluated, self._layers.paths[: len(few.chosen)])
