@@ -94,8 +94,10 @@ class FewLayers(NamedTuple):
 
         The last two layers are not among them, near which a step needs the most.
         """
-        kept = self.kept
-        return [at for at in range(len(kept) - 2) if kept[at] in kept[at + 1 :]] if self.shortened else None
+        if not self.shortened:
+            return None
+        layers = self.kept
+        return [at for at in range(len(layers) - 2) if layers[at] in layers[at + 1 :]]
 
     def chosen_from(self, lowest: int) -> int:
         """How many of the kept layers are the layer `lowest` or above it."""

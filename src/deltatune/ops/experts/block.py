@@ -236,8 +236,8 @@ class _Block:
             sums.add_down(WithLowRank(hidden, low_rank), WithLowRank(cotangent, d_low_rank), chunk, score)
         d_low_ranks = [p.d_low_rank(d, chunk) for p, d in zip(readers, dinner, strict=True)]
         drows: mx.array | None = None
-        for p, d, low_rank, each in zip(readers, dinner, d_low_ranks, matrices, strict=True):
-            drows = p.backward(d, low_rank, chunk, each, drows)
+        for p, d, low_rank, matrix in zip(readers, dinner, d_low_ranks, matrices, strict=True):
+            drows = p.backward(d, low_rank, chunk, matrix, drows)
         assert drows is not None
         sums.add_readers(rows, inner.low_ranks, dinner, d_low_ranks, chunk)
         return drows, dscore

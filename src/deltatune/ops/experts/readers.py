@@ -30,7 +30,7 @@ class InnerRows(NamedTuple):
         """Compute it from the rows without `of_down`, given the projections' unpacked matrices."""
         low_ranks = [p.low_rank(rows, chunk) for p in readers]
         operands = zip(readers, low_ranks, matrices, strict=True)
-        return InnerRows([p.forward(rows, low_rank, chunk, each) for p, low_rank, each in operands], low_ranks)
+        return InnerRows([p.forward(rows, low_rank, chunk, matrix) for p, low_rank, matrix in operands], low_ranks)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays from which `again` makes it."""
