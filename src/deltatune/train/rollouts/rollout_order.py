@@ -92,7 +92,7 @@ class RolloutOrder(TrainingOrder):
         self._variant = variant_of(self.config)
         self.figures = names_of(self.sampler.rewards.names)
         self._sampling = 0
-        # How many batches of the present sampling were handed out, and the place of its self.prompts in the data.
+        # How many batches of the present sampling were handed out, and the place of its prompts in the data.
         self._used = 0
         self._place = self.prompts.state()
         self._rollouts: Rollouts | None = None
