@@ -240,7 +240,7 @@ def test_a_stopped_run_continues_with_the_same_bits(options, trainer_of, tmp_pat
 
     def stop(iterations: Any, _batch: Any) -> None:
         if iterations.progress.iteration == 2:
-            iterations._ending.stop.asked = True
+            iterations.ending.stop.asked = True
 
     trainer = trainer_of("stopped", stopped, **options)
     with pytest.raises(StoppedError):
