@@ -1,7 +1,6 @@
 """Rows of chats, as programs and people write them, as the command shows them: target tokens and refusals."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -120,23 +119,6 @@ def test_a_completion_that_repeats_the_prompt_is_refused(shown):
     assert "train.jsonl:1: completion repeats the prompt" in said
 
 
-def test_a_template_in_chat_template_json_alone(tiny_checkpoint, tmp_path):
-    model, data = tmp_path / "model", tmp_path / "data"
-    shutil.copytree(tiny_checkpoint("qwen3"), model)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    data.mkdir()
-    (data / "train.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
-    texts = []
-    for _ in range(2):
-        flags = ["--model", model, "--data", data, "--adapter-path", "none", "--batch-size", 1]
-        texts.append(batch(called("train", *flags, "--show-batch").stdout))
-        if "chat_template" in config:
-            (model / "chat_template.json").write_text(json.dumps({"chat_template": config.pop("chat_template")}))
-            (model / "tokenizer_config.json").write_text(json.dumps(config))
-    assert texts[0] == texts[1]
-    assert (model / "chat_template.json").is_file()
-
-
 def test_a_row_has_the_thinking_of_the_prompt_that_begins_it(shown):
     """Qwen3.8's prompt with reasoning begins no answer without, and its system message differs."""
     template = (Path(__file__).parents[1] / "data" / "templates" / "qwen3_8.jinja").read_text(encoding="utf-8")
@@ -187,9 +169,3 @@ def test_texts_that_the_template_does_not_write_are_noted(tiny_checkpoint, tmp_p
         assert done.returncode == 0, done.stderr
         assert note in " ".join((done.stdout + done.stderr).split())
         assert "French" not in done.stdout.partition("<|im_start|>")[2]
-
-
-def test_texts_that_the_template_writes_are_not_noted(shown):
-    said = shown([{"messages": [DEVELOPER[0] | {"role": "system"}, *DEVELOPER[1:]]}], template=LOST["developer"][1])
-    assert "only in French" in batch(said)
-    assert "in no token" not in said

@@ -39,12 +39,6 @@ def test_a_run_of_epochs_can_be_resumed_to_more(train):
     assert "Resuming after iteration 3 of 6." in train("--epochs", "2", "--resume")
 
 
-def test_the_adapters_size_is_set_by_flags(train):
-    train("--iters", "1", "--rank", "3", "--alpha", "6", "--dropout", "0.25")
-    saved = json.loads((train.out / "adapter_config.json").read_text())["lora_parameters"]
-    assert (saved["rank"], saved["scale"], saved["dropout"]) == (3, 2.0, 0.25)
-
-
 def test_patches_are_one_short_line_and_named_on_request(train):
     short = next(line for line in train("--iters", "1").splitlines() if "Patches: " in line)
     assert "gated_delta_update" not in short

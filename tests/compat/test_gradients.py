@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from cases import MOE, ROUTERS, TEXT, VISION, bound, error, gradients, images, tokens
+from cases import ROUTERS, TEXT, VISION, bound, error, gradients, images, tokens
 
 from deltatune import patches
 from deltatune.patches import patched
@@ -47,16 +47,3 @@ def test_images(tiny_vision_model, request, family):
     model = tiny_vision_model(family)
     # This tower's GELUs are exchanged for good reason (docs/guides/vision.md): the same tower on both sides.
     check(model, request, *images(model), tower=mlx_vlm.VISION if family == "qwen3_vl_moe" else ())
-
-
-@pytest.mark.parametrize("family", MOE)
-def test_the_naive_operator_agrees(tiny_vision_model, monkeypatch, family):
-    model = tiny_vision_model(family)
-    model.train()
-    rows, more = images(model)
-    with patched():
-        _, actual = gradients(model, rows, **more)
-        monkeypatch.setenv("DELTATUNE_GATED_DELTA", "naive")
-        _, expected = gradients(model, rows, **more)
-        allowed = bound(model, expected, rows, **more)
-    assert error(expected, actual) < allowed

@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from checkpoint_copies import copied
 from conftest import write_checkpoint
 from console import called
 from deltatune import upstream
@@ -235,11 +234,3 @@ def test_longropes_own_scale_is_refused(option):
     with pytest.raises(UserError, match="its longrope positions have a scale of"):
         new_model(config("phi3", STRETCHED | option, original_max_position_embeddings=64))
     new_model(config("phi3", STRETCHED, original_max_position_embeddings=64))
-
-
-def test_a_command_refuses_a_model_that_ignores_a_scaling(tiny_checkpoint, tmp_path):
-    scaling = {"type": "linear", "factor": 4.0}
-    folder = copied(tiny_checkpoint("qwen3"), tmp_path / "model", model_type="mixtral", rope_scaling=scaling)
-    done = called("generate", "--model", folder, "--prompt", "a", "--max-tokens", 1)
-    assert done.returncode == 2
-    assert ONE_MESSAGE in " ".join(done.stderr.split())

@@ -59,15 +59,6 @@ def test_packed_rows_keep_documents_apart(examples_of):
     np.testing.assert_array_equal(collate([documents[:2]], 6, packed=True).segments, [[0] * 4 + [1] * 2])
 
 
-def test_rows_that_do_not_fit_are_refused(examples_of):
-    with pytest.raises(ValueError, match="needs 5 positions and has 4"):
-        collate([examples_of([6])], 4, packed=False)
-    with pytest.raises(ValueError, match="2 documents"):
-        collate([examples_of([3, 3])], 8, packed=False)
-    with pytest.raises(ValueError, match="document 1 has 11 positions"):
-        pack([3, 11], 10)
-
-
 def test_every_document_once_and_no_row_too_long():
     random = np.random.default_rng(0)
     sizes = (random.lognormal(4, 1, 500).astype(int) % 256 + 1).tolist()

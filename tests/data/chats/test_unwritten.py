@@ -178,15 +178,6 @@ def test_both_sides_of_a_pair_are_looked_at(with_template, folder):
         assert f"{config.data}/train.jsonl: {note(kind, 3)}" in notes
 
 
-def test_the_second_start_notes_the_same(with_template, folder):
-    tokenizer = with_template(TEMPLATES["one system message"])
-    row = {"prompt": [{"role": "developer", "content": "brief"}, *ASKED], "completion": [TEXT]}
-    config = folder(train=[row])
-    for _ in range(2):
-        notes = load_datasets(config, tokenizer).notes
-        assert f"{config.data}/train.jsonl: {note('developer messages', 1)}" in notes
-
-
 REWARDED = {"loss": "grpo", "reward_funcs": ["exact"], "max_completion_length": 8}
 
 

@@ -181,13 +181,6 @@ def check_whole(splits, processors):
     return len(notes)
 
 
-def test_the_first_image_is_found(write, folder):
-    write(chat(user='say "image"'), chat(), chat("0.png"))
-    assert first_image(TrainConfig(data=str(folder))) == f"{folder / 'train.jsonl'}:3"
-    write(chat(user='say "image"'))
-    assert first_image(TrainConfig(data=str(folder))) is None
-
-
 @pytest.mark.parametrize(
     "row",
     [
