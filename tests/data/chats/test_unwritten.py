@@ -99,6 +99,8 @@ def test_a_lost_text_that_stands_elsewhere_is_counted(with_template):
     spoken = [{"role": "developer", "content": "e"}, *ASKED, {"role": "assistant", "content": "e"}]
     assert counted(tokenizer, {"messages": spoken}) == {"developer messages": 1}
     assert counted(tokenizer, {"messages": [spoken[0] | {"content": " "}, *spoken[1:]]}) == {}
+    assert note("developer messages", 1).endswith("template does not write it; use the role 'system'.")
+    assert note("text beside a call", 1).endswith("put the text into a message of its own before the call.")
 
 
 def test_a_written_text_that_the_template_changes_is_not_counted(with_template):

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from added_ends import with_first_token
+from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.batches.batch import row_capacity
 from deltatune.data.datasets import first_image, load_datasets
@@ -236,6 +237,18 @@ def test_a_picture_in_a_part_is_that_picture_beside_the_messages(where, read_pic
         assert document.pictures.values == ("a.png",)
         assert document.pictures.digests == expected.pictures.digests
         assert document.pictures.positions.tolist() == expected.pictures.positions.tolist()
+
+
+def test_the_command_trains_on_a_picture_in_a_part(read_pictured, tiny_vision_checkpoint, tmp_path):
+    read_pictured([SAME["a part of the prompt"]])
+    out = tmp_path / "out"
+    done = called(
+        "train", "--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--loss", "dpo", "--iters", 1,
+        "--batch-size", 1, "--steps-per-report", 1, "--adapter-path", out,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["train_loss"] == pytest.approx(np.log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
