@@ -13,7 +13,6 @@ from deltatune.errors import UserError
 from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora
 from deltatune.lora.tensor_files import StoredTensor, read_header, write_tensors
-from deltatune.lora.weights import dense_weight
 from deltatune.models import checkpoint_writer as merge_module
 from deltatune.models.adapted_base import load as load_with_adapter
 from deltatune.models.checkpoint_files import is_trained_checkpoint
@@ -237,19 +236,8 @@ def test_quantising_again_is_measured(tiny_checkpoint, tmp_path, run, family, se
     base = tiny_checkpoint(family, quantize=settings)
     adapt(base, tmp_path / "adapter")
     done = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "merged")
-    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "exact", dequantize=True)
-    packed, exact = (load_model(tmp_path / name)[0] for name in ("merged", "exact"))
-    modules, wanted = dict(packed.named_modules()), dict(exact.named_modules())
-    squares = mx.zeros((2,))
-    for name, share in done.rounding.errors.items():
-        weight = wanted[name].weight.astype(mx.float32)
-        error = dense_weight(modules[name]).astype(mx.float32) - weight
-        parts = mx.stack([mx.square(error).sum(), mx.square(weight).sum()])
-        squares += parts
-        # The dequantised weight was rounded once more, to the model's own type.
-        assert share == pytest.approx(mx.sqrt(parts[0] / parts[1]).item(), rel=0.02)
-    assert done.rounding.error == pytest.approx(mx.sqrt(squares[0] / squares[1]).item(), rel=0.02)
-    assert len(done.rounding.errors) == len({name.rpartition(".")[0] for name in done.changed})
+    # tests/lora/test_rounding.py compares the figures with float64.
+    assert done.rounding.errors.keys() == {name.rpartition(".")[0] for name in done.changed}
     flags = ["--model", base, "--adapter-path", tmp_path / "adapter"]
     assert str(done.rounding) in run("merge", *flags, "--save-path", tmp_path / "again")[1]
     assert len(run("merge", *flags, "--save-path", tmp_path / "plain", "--dequantize")[1].splitlines()) == 1

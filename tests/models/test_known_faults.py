@@ -8,13 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from checkpoint_copies import copied
 from conftest import write_checkpoint
 from console import called
 from deltatune import upstream
 from deltatune.doctor import examination, implementations, probes
 from deltatune.errors import UserError
 from deltatune.models.known_faults import known_faults
-from deltatune.models.load import new_model
+from deltatune.models.load import load_model, new_model
 from deltatune.models.transformers_configs import completed
 from families import PLAIN
 
@@ -180,10 +181,10 @@ def test_scaling_that_a_model_ignores_is_refused(family, scaling):
         new_model(config(family, scaling))
 
 
-def test_scaling_in_its_old_form_is_refused_too():
-    old = {"model_type": "mixtral", **SIZES, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+def test_scaling_in_its_old_form_is_refused_in_a_checkpoint_too(tiny_checkpoint, tmp_path):
+    old = {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 4.0}}
     with pytest.raises(UserError, match=ONE_MESSAGE):
-        new_model(old)
+        load_model(copied(tiny_checkpoint("qwen3"), tmp_path / "model", **old))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
