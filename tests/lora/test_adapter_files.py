@@ -14,13 +14,7 @@ from mlx.utils import tree_flatten
 from console import called
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
-from deltatune.lora import (
-    adapters,
-    convert_to_lora,
-    load_adapter_weights,
-    load_adapters,
-    save_adapters,
-)
+from deltatune.lora import adapters, convert_to_lora, load_adapter_weights, load_adapters, save_adapters
 from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
 from deltatune.machine import backend

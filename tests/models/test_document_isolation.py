@@ -140,7 +140,7 @@ NEAR = {
                 "index_head_dim": 16,
                 "index_block_size": 32,
                 "index_topk_blocks": 3,
-            },
+            }
         },
         "index_block_size and index_topk_blocks",
         96,

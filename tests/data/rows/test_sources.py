@@ -35,10 +35,7 @@ def lines(tmp_path, content: bytes):
 
 def test_lines_with_their_numbers(tmp_path):
     content = b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "\xc3\xbc \\ud83d\\ude00"}'
-    assert lines(tmp_path, content) == [
-        ("train.jsonl:1", {"text": "a"}),
-        ("train.jsonl:4", {"text": "ü 😀"}),
-    ]
+    assert lines(tmp_path, content) == [("train.jsonl:1", {"text": "a"}), ("train.jsonl:4", {"text": "ü 😀"})]
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,7 @@ def test_a_bad_row_is_one_message_with_file_and_line(folder, refusal, case):
 
 
 def test_no_image_is_cut_in_half(write, read, processors):
-    write(
-        chat("0.png", user="<image>" + "long " * 8),
-        chat("0.png", "1.png", user="x <image> y <image> z"),
-        chat(),
-    )
+    write(chat("0.png", user="<image>" + "long " * 8), chat("0.png", "1.png", user="x <image> y <image> z"), chat())
     whole = read().train
     first, second = (len(example.tokens) for example in whole[:2])
     assert first != second
