@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
 import tomllib
@@ -67,57 +66,39 @@ def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, fami
         assert mx.array_equal(logits, expected_logits)
 
 
-@pytest.mark.parametrize("family", DELTA_FAMILIES)
-def test_decoding_is_upstreams_bit_for_bit(tiny_vision_model, family):
+def token_by_token(model, following, cache):
+    return [model(following[:, t : t + 1], cache=cache).logits for t in range(3)]
+
+
+def verified_at_once(model, following, cache):
+    return [model(following, cache=cache, speculative_verify=True).logits]
+
+
+@pytest.mark.parametrize(
+    ("family", "read"), [*((family, token_by_token) for family in DELTA_FAMILIES), ("qwen3_5", verified_at_once)]
+)
+def test_answers_are_upstreams_bit_for_bit(tiny_vision_model, family, read):
     model = tiny_vision_model(family).language_model
     model.eval()
-    prompt, following = tokens(1, 7), tokens(1, 3, seed=1)
 
-    def decode() -> list[mx.array]:
+    def answer() -> list[mx.array]:
         model._position_ids = model._rope_deltas = None
         cache = model.make_cache()
-        logits = [model(prompt, cache=cache).logits]
-        return logits + [model(following[:, t : t + 1], cache=cache).logits for t in range(3)]
+        return [model(tokens(1, 7), cache=cache).logits, *read(model, tokens(1, 4, seed=1), cache)]
 
-    expected = decode()
+    expected = answer()
     mx.eval(expected)
     with patched():
         whole_rows.reset()
-        actual = decode()
-        assert served()[recurrence.UPSTREAM]
-        assert not served()[recurrence.OURS]
-    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
-
-
-def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
-    model = tiny_vision_model("qwen3_5").language_model
-    if hasattr(sys.modules["mlx_vlm.models.qwen3_5.language"], "_TARGET_VERIFY_GEMV"):
-        pytest.skip("this mlx-vlm verifies through Metal kernels alone")
-    model.eval()
-    prompt, block = tokens(1, 7), tokens(1, 4, seed=1)
-
-    def verify() -> list[mx.array]:
-        model._position_ids = model._rope_deltas = None
-        cache = model.make_cache()
-        first = model(prompt, cache=cache).logits
-        has_flag = "speculative_verify" in type(model).__call__.__code__.co_consts
-        options = {"speculative_verify": True} if has_flag else {"capture_layer_ids": []}
-        return [first, model(block, cache=cache, **options).logits]
-
-    expected = verify()
-    mx.eval(expected)
-    with patched():
-        whole_rows.reset()
-        actual = verify()
+        actual = answer()
+        assert served()[recurrence.UPSTREAM] or read is verified_at_once
         assert not served()[recurrence.OURS]
     assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("steps", [None, 3])
 def test_a_call_with_state_steps_stays_upstreams(steps):
-    gated_delta = pytest.importorskip("mlx_vlm.models.qwen3_5.gated_delta", exc_type=ImportError)
-    if "state_steps" not in inspect.signature(gated_delta.gated_delta_update).parameters:
-        pytest.skip("this mlx-vlm has no state_steps")
+    gated_delta = importlib.import_module("mlx_vlm.models.qwen3_5.gated_delta")
     arrays = [mx.random.normal((1, 5, 1, 4)) for _ in range(2)] + [mx.random.normal((1, 5, 2, 3))]
     arrays += [mx.random.normal((1, 5, 2)) for _ in range(2)] + [mx.zeros(2), mx.ones(2)]
     expected = gated_delta.gated_delta_update(*arrays, state_steps=steps)
@@ -131,8 +112,6 @@ def test_a_call_with_state_steps_stays_upstreams(steps):
 
 def test_two_functions_of_one_name_are_both_replaced_without_a_warning(tiny_vision_model):
     tiny_vision_model("qwen3_5")
-
-    pytest.importorskip("mlx_vlm.models.gated_delta", reason="this mlx-vlm has one such function at most")
     names = ("gated_delta", "qwen3_5.gated_delta", "kimi_linear.language", "qwen3_5.language")
     shared, own, *holders = (importlib.import_module(f"mlx_vlm.models.{name}") for name in names)
     upstreams = shared.gated_delta_update, own.gated_delta_update
