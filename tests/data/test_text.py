@@ -59,13 +59,6 @@ def test_the_last_turn_starts_where_mlx_lms_does(tokenizer, name):
     assert not ours.targets[offset - 1]
 
 
-def test_text_counts_every_token_but_the_first_by_default(tokenizer):
-    example = encoder(tokenizer)(ROWS["text"], "file:1")
-    assert example.targets[1:].all()
-    assert not example.targets[0]
-    assert example.positions == len(example.tokens) - 1
-
-
 def test_empty_after_the_template(tokenizers):
     tokenizer = tokenizers("empty")
     with pytest.raises(UserError, match="file:1: empty after the chat template"):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -99,20 +98,6 @@ def test_deltatune_loads_adapters_of_mlx_lm(tiny_checkpoint, tmp_path, family, k
     assert_same(ours(TOKENS), theirs, lambda: theirs(TOKENS))
     assert set(dict(tree_flatten(ours.trainable_parameters()))) == set(weights)
     assert {round(adapter.dropout_rate, 6) for adapter in adapters(ours).values()} == {0.1}
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-def test_mlx_lm_fuses_our_adapter(tiny_checkpoint, tmp_path, monkeypatch, kind):
-    import mlx_lm.fuse
-
-    path = tiny_checkpoint("qwen3_5_moe")
-    model = adapted(path, tmp_path / "adapter", kind)
-    options = {"--model": path, "--adapter-path": tmp_path / "adapter", "--save-path": tmp_path / "fused"}
-    arguments = [str(word) for option in options.items() for word in option]
-    monkeypatch.setattr(sys, "argv", ["mlx_lm.fuse", *arguments])
-    mlx_lm.fuse.main()
-    fused, _ = mlx_lm.utils.load_model(tmp_path / "fused")
-    assert_same(fused(TOKENS), model, lambda: model(TOKENS))
 
 
 def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):

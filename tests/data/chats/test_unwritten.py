@@ -125,13 +125,6 @@ def test_reasoning_is_looked_for_in_answers_that_count(tokenizers):
     assert counted(tokenizers("thinking"), whole) == {}
 
 
-def test_reasoning_within_the_content_is_looked_for(with_template):
-    within = {"messages": [*ASKED, {"role": "assistant", "content": "<think>so</think>a"}]}
-    dropping = TURN.replace("message.content", "message.content.split('</think>')[-1]")
-    template = f"{{% for message in messages %}}{dropping}{{% endfor %}}{PROMPT}"
-    assert counted(with_template(template), within) == {"reasoning": 1}
-
-
 def test_texts_under_other_keys_are_looked_for(with_template):
     answer = TEXT | {"thoughts": "so it is", "created": "2025-11-29", "id": "m1"}
     tokenizer = with_template(TEMPLATES["names and tools"])

@@ -107,14 +107,6 @@ def test_parts_that_the_template_does_not_write_are_noted(write, read):
         assert any(f"{unwritten} the model's chat template" in note for note in notes), notes
 
 
-def test_sizes_are_limited(write, read):
-    write(chat("0.png"))
-    limits = {"max_pixels": 512}, {}, {"min_pixels": 6000, "max_pixels": 9000}
-    grids = [read(**options).train[0].pictures.grids[0] for options in limits]
-    small, free, large = (rows * columns for _, rows, columns in grids)
-    assert small < free < large
-
-
 def bad(name, content):
     def make(folder):
         (folder / name).write_bytes(content)
@@ -152,29 +144,6 @@ def test_a_bad_row_is_one_message_with_file_and_line(folder, refusal, case):
     assert message in refusal(chat(), row(folder))
 
 
-def test_no_image_is_cut_in_half(write, read, processors):
-    write(chat("0.png", user="<image>" + "long " * 8), chat("0.png", "1.png", user="x <image> y <image> z"), chat())
-    whole = read().train
-    first, second = (len(example.tokens) for example in whole[:2])
-    assert first != second
-    limits_inside_an_image = 0
-    for limit in range(4, max(first, second)):
-        splits = read(max_seq_length=limit, mask_prompt=False)
-        limits_inside_an_image += check_whole(splits, processors)
-    assert limits_inside_an_image > 10
-
-
-def check_whole(splits, processors):
-    """Check that every image in the data has all of its tokens; return 1 if a note says that others were left out."""
-    for example in splits.train:
-        marks = int((example.tokens == IMAGE).sum())
-        assert marks == sum(processors.spec.tokens(grid) for grid in example.pictures.grids)
-        next(BatchOrder([example], 1, 2048))
-    notes = [note for note in splits.notes if "cut an image in half" in note]
-    assert len(notes) == (len(splits.train) < 3)
-    return len(notes)
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -192,15 +161,6 @@ def test_a_part_is_found_wherever_messages_are_read(write, read, folder, row):
     (example,) = read().train
     assert example.tokens.tolist() == expected.tokens.tolist()
     assert example.pictures.digests == expected.pictures.digests
-
-
-def test_another_image_of_the_same_size_is_other_data(write, read, folder):
-    write(chat("0.png"))
-    order = BatchOrder(read().train, 1, 2048)
-    state = order.state()
-    Image.new("RGB", (32, 48)).save(folder / "0.png")
-    with pytest.raises(UserError, match="the training data are not those"):
-        BatchOrder(read().train, 1, 2048).restore(state)
 
 
 def test_packing_is_refused(write, read):
