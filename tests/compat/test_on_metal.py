@@ -35,19 +35,15 @@ def check(model: nn.Module, stops: bool, rows: mx.array, more: dict[str, Any], r
     assert distance < allowed
 
 
-@pytest.mark.parametrize("family", TEXT)
-def test_a_forgotten_train_in_text(tiny_model, record_property, monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "pictured"), [*((family, False) for family in TEXT), *((family, True) for family in DELTA)]
+)
+def test_a_forgotten_train(request, record_property, monkeypatch, family, pictured):
     # Heads of 32, as newer versions give others to the loop.
-    model = tiny_model(family, linear_key_head_dim=32, linear_value_head_dim=32)
+    sizes = {} if pictured else {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    model = request.getfixturevalue("tiny_vision_model" if pictured else "tiny_model")(family, **sizes)
     model.eval()
-    check(model, True, tokens(20), {}, record_property, monkeypatch)
-
-
-@pytest.mark.parametrize("family", DELTA)
-def test_a_forgotten_train_in_vision_models(tiny_vision_model, record_property, monkeypatch, family):
-    model = tiny_vision_model(family)
-    model.eval()
-    rows, more = images(model)
+    rows, more = images(model) if pictured else (tokens(20), {})
     check(model, True, rows, more, record_property, monkeypatch)
 
 

@@ -83,22 +83,6 @@ def test_weight_0_leaves_a_turn_out_and_changes_no_token(tokenizer, tokenizers):
         counted(tokenizer, [QUESTION, ANSWER | {"weight": 0.5}])
 
 
-def test_each_turn_of_a_rewritten_history_has_a_row_in_which_it_stands_as_generated(tokenizers):
-    tokenizer = tokenizers("thinking")
-    messages = [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND | THOUGHT]
-    assert counted(tokenizer, messages) == [
-        ["so\n</think>\n\nan answer<|im_end|>\n"],
-        ["so\n</think>\n\nthe second<|im_end|>\n"],
-    ]
-    for example, length in zip(rows_of(tokenizer, messages), (2, 4), strict=True):
-        assert example.tokens.tolist() == tokenizer.apply_chat_template(messages[:length])
-        prompt = tokenizer.apply_chat_template(messages[: length - 1], add_generation_prompt=True)
-        assert example.tokens[: len(prompt)].tolist() == prompt
-        assert not example.targets[: len(prompt)].any()
-        assert example.targets[len(prompt) :].all()
-        assert example.source == f"file:1 (messages 1 to {length})"
-
-
 def test_an_end_token_that_differs_within_a_conversation(tokenizers, monkeypatch):
     # OLMo 3 ends the last answer with one end token and those before it with another.
     tokenizer = tokenizers("plain")
@@ -133,11 +117,6 @@ def test_an_answer_that_merges_with_its_prompt_is_named(tokenizer):
 def test_an_answer_to_nothing_is_named(tokenizer):
     with pytest.raises(UserError, match="file:1: message 1: the conversation begins with an assistant turn"):
         counted(tokenizer, CONVERSATION[1:])
-
-
-def test_refusal_of_the_template_is_quoted(tokenizers):
-    with pytest.raises(UserError, match=r"file:1: the model's chat template, line 1, refuses.*roles must alternate"):
-        counted(tokenizers("strict"), [QUESTION, FURTHER])
 
 
 @pytest.mark.bad_input("a chat for a tokenizer without chat template")
