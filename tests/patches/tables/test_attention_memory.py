@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +13,11 @@ from deltatune.ops.checkpoint import checkpointed
 from deltatune.ops.segments import segments
 from deltatune.options.config import TrainConfig
 from deltatune.patches import patched
-from deltatune.train.setup import prepare
+from deltatune.plan.traced_step import blank_batch
+from deltatune.train.batch_loss import full_loss
+from deltatune.train.distributed import World
+from deltatune.train.evaluation.evaluate import Evaluation
+from deltatune.train.setup import Training, prepare
 from families import weekly_but
 
 pytestmark = [
@@ -119,6 +124,19 @@ def test_a_vision_tower(tiny_vision_model, trained, growth):
         return nn.value_and_grad(model.vision_tower, features) if trained else features
 
     with patched() if trained else nullcontext():
+        assert growth(of_length) < 6
+
+
+def test_a_validation(tiny_model, growth):
+    model = tiny_model("qwen3")
+
+    def of_length(length: int) -> Callable[[], object]:
+        batch = blank_batch(1, length, False)
+        evaluation = Evaluation(model, Training(full_loss(model)), World())
+        order = SimpleNamespace(batches_per_epoch=1, epoch=lambda: [batch])
+        return lambda: mx.array(evaluation(order))
+
+    with patched():
         assert growth(of_length) < 6
 
 
