@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 
-from checkpoint_copies import copied
+from checkpoint_copies import copied, rewrite, rewritten
 from deltatune.errors import UserError
 from deltatune.layers import logits_of
 from deltatune.lora import convert_to_lora
@@ -25,7 +25,8 @@ from last_place import assert_same
 from new_tokens import with_new_tokens
 from saved_adapters import adapted as adapt
 from saved_adapters import moved
-from transformers_saves import recorded_save, transformers_names, write_as_transformers
+from transformers_saves import recorded_save, write_as_transformers
+from weight_builds import INDEX, shards
 
 TOKENS = mx.array([[5, 6, 7, 8, 9]])
 
@@ -107,37 +108,16 @@ def test_quantised_base_stays_as_it_was_packed(tiny_checkpoint, tmp_path, settin
         assert mx.array_equal(packed[name.replace(".weight", ".scales")], scales)
 
 
-def hugging_face_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """A tiny qwen3_5_moe as transformers stores it, with a vision tower and MTP heads."""
-    stored = transformers_names(tensors)
-    mx.random.seed(1)
-    stored["model.visual.blocks.0.attn.qkv.weight"] = mx.random.normal((24, 8)).astype(mx.bfloat16)
-    stored["mtp.layers.0.self_attn.q_proj.weight"] = mx.random.normal((8, 8)).astype(mx.float16)
-    return stored
-
-
-def save_sharded(folder: Path, tensors: dict[str, mx.array], shards: int = 3) -> None:
-    """Save weights in several files with an index, as large checkpoints have them."""
-    (folder / "model.safetensors").unlink()
-    names = list(tensors)
-    weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[shard::shards]}
-        mx.save_safetensors(str(folder / file), part, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(value.nbytes for value in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize("kind", weekly_but(KINDS, "lora", "full"))
 def test_hugging_face_checkpoint_keeps_its_format_and_unloaded_tensors(tiny_checkpoint, tmp_path, kind):
     original = tiny_checkpoint("qwen3_5_moe")
-    base = copied(original, tmp_path / "base")
-    stored = hugging_face_names(mx.load(str(original / "model.safetensors")))
-    mx.eval(stored)
-    save_sharded(base, stored)
+    base = write_as_transformers(original, tmp_path / "base", single_experts=False)
+    with rewritten(base / "model.safetensors") as tensors:
+        tensors["model.visual.blocks.0.attn.qkv.weight"] = mx.random.normal((24, 8)).astype(mx.bfloat16)
+    # In several files with an index, as large checkpoints have them.
+    shards(base, base, 3)
+    rewrite(base / INDEX, metadata={"total_size": sum(tensor.nbytes for tensor in tensors.values())})
+    (base / "model.safetensors").unlink()
     assert difference(load_model(base)[0](TOKENS), load_model(original)[0](TOKENS)) < 1e-5
     options = {} if kind == "full" else {"keys": ["mlp.switch_mlp.up_proj", "linear_attn.out_proj"]}
     if kind == "dora":
@@ -160,8 +140,7 @@ def test_hugging_face_checkpoint_keeps_its_format_and_unloaded_tensors(tiny_chec
         )
         assert mx.array_equal(old[:, :64], new[:, :64])
         assert not mx.array_equal(old[:, 64:], new[:, 64:])
-    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
-    assert index == json.loads((base / "model.safetensors.index.json").read_text())
+    assert json.loads((tmp_path / "merged" / INDEX).read_text()) == json.loads((base / INDEX).read_text())
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
 
