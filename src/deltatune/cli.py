@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -29,15 +28,13 @@ from .commands import (
 )
 from .commands.flags import Parser
 from .errors import UserError, reason
-from .machine import ranks, startup
+from .machine import backend, ranks, startup
 from .machine.command_line import raise_at_signals
 from .machine.packages import versions
 from .machine.wrapping import for_stream
 from .ops import IMPLEMENTATIONS
 from .options.values import short
 
-# How MLX says on each device that there is no memory left.
-NO_MEMORY = re.compile(r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|\[metal::malloc\]")
 COMMANDS = (train, plan, recipes, runs, eval, generate, chat, merge, export, import_, run, doctor, selftest, demo)
 
 
@@ -117,9 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.say_error(f"deltatune: {error}", error.everywhere)
         return 2
     except (OSError, RuntimeError) as error:
-        lacks_memory = isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))
         # An error of `run` is that of the program which the command runs.
-        if arguments.call is run.run or not (isinstance(error, OSError) or lacks_memory):
+        if arguments.call is run.run or not (isinstance(error, OSError) or backend.lacks_memory(error)):
             raise
         return _refused(error)
     except KeyboardInterrupt:

@@ -58,3 +58,31 @@ def test_generation(name, generation, monkeypatch):
     about = {} if name is None else {"architecture": name}
     monkeypatch.setattr(nvidia.mx, "device_info", lambda _: about)
     assert nvidia.generation() == generation
+
+
+class Pool:
+    """Stands in for libcuda: it keeps freed memory until the host has waited for the GPU, in a context."""
+
+    def __init__(self, refused=""):
+        self.refused, self.calls, self.kept = refused, [], 5
+
+    def __getattr__(self, name):
+        def call(*_):
+            self.calls.append(name)
+            if name == "cuMemPoolTrimTo" and self.calls[-2:-1] == ["cuCtxSynchronize"]:
+                self.kept = 0
+            return int(name == self.refused)
+
+        return call
+
+
+@pytest.mark.parametrize("refused", ["", "cuInit", "cuDevicePrimaryCtxRetain", "cuDeviceGetDefaultMemPool"])
+def test_the_driver_gives_back_what_no_array_has(refused, monkeypatch):
+    pool = Pool(refused)
+    monkeypatch.setattr(nvidia, "library", lambda names: pool)
+    nvidia.give_back()
+    assert pool.kept == (5 if refused else 0)
+    if not refused:
+        assert pool.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+    monkeypatch.setattr(nvidia, "library", lambda names: None)
+    nvidia.give_back()

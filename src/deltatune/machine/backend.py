@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ from . import blas, nvidia
 
 Value = TypeVar("Value")
 
+# How MLX says on each device that there is no memory left.
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|\[metal::malloc\]")
 # The devices on which nobody has measured an order: there implementations are timed, and the fastest serves.
 _UNMEASURED = ("metal",)
 
@@ -76,6 +79,18 @@ def gpu_memory() -> int:
     """Return the bytes of memory that MLX may use of the default GPU, or 0 on a CPU and where they are not known."""
     name = {"cuda": "total_memory", "metal": "max_recommended_working_set_size"}.get(device())
     return int(mx.device_info().get(name, 0)) if name else 0
+
+
+def give_back() -> None:
+    """Give all memory back that no array has: MLX's cache, and what an NVIDIA GPU's driver keeps beside it."""
+    mx.clear_cache()
+    if has_own_memory():
+        nvidia.give_back()
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an error of MLX says that the device has no memory left."""
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def too_old() -> str | None:

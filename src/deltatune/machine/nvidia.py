@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,15 +67,40 @@ def driver_version() -> tuple[int, int]:
 
 def free_memory() -> int | None:
     """Return the bytes of the GPU's memory that no program has taken; None where the driver does not say."""
-    driver, context, free, total = _driver(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
-    if driver is None or driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0):
-        return None
-    if driver.cuCtxPushCurrent_v2(context):
-        return None
-    refused = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-    driver.cuDevicePrimaryCtxRelease_v2(0)
-    return None if refused else free.value
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    with _in_context() as driver:
+        if driver is None or driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
+            return None
+    return free.value
+
+
+def give_back() -> None:
+    """Wait for the GPU, and give other uses the memory that the driver keeps for arrays and that none has.
+
+    The driver keeps what was freed in a stream until the host has waited for it, and MLX waits for none in which it
+    frees.
+    """
+    pool = ctypes.c_void_p()
+    with _in_context() as driver:
+        if driver is not None and not driver.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0):
+            driver.cuCtxSynchronize()
+            driver.cuMemPoolTrimTo(pool, ctypes.c_size_t(0))
+
+
+@contextmanager
+def _in_context() -> Iterator[ctypes.CDLL | None]:
+    """Yield the driver, which then asks the GPU of this process; None where it refuses."""
+    driver = _driver()
+    context = ctypes.c_void_p()
+    refused = driver is None or driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    if driver is None or refused or driver.cuCtxPushCurrent_v2(context):
+        yield None
+        return
+    try:
+        yield driver
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        driver.cuDevicePrimaryCtxRelease_v2(0)
 
 
 class _Location(ctypes.Structure):

@@ -62,12 +62,33 @@ class Engine:
         unchanged. So are the numbers, for which a rank waits for the others. If `goes_on`, another short iteration
         follows directly, which an engine may start before this one ends.
         """
-        numbers = self.added(batch, self.micro_batch(batch))
-        with self.ending.waiting():
-            mx.eval(self.state.sums, numbers)
+        numbers = self._summed(batch)
         norm = self.updated()
         mx.eval(self.step.parameters(), self.step.optimizer.state, norm)
         return self.read(numbers, norm)
+
+    def _summed(self, batch: Batch) -> mx.array:
+        """Compute the sums with those of `batch`; return the numbers that the iteration reports.
+
+        A GPU may lack memory in one piece while enough of it is free. So a batch that finds none is computed once more,
+        after all that no array has was given back: where nothing is accumulated yet and no other rank waits.
+        """
+        try:
+            return self._evaluated(batch)
+        except RuntimeError as error:
+            again = self.world.size == 1 and self.state.progress.micro_batches == 0 and backend.lacks_memory(error)
+            if not again:
+                raise
+        # The error's frames held arrays of the batch until here.
+        self.state.clear_sums()
+        backend.give_back()
+        return self._evaluated(batch)
+
+    def _evaluated(self, batch: Batch) -> mx.array:
+        numbers = self.added(batch, self.micro_batch(batch))
+        with self.ending.waiting():
+            mx.eval(self.state.sums, numbers)
+        return numbers
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         """Compute the present micro-batch, lazily."""
@@ -224,5 +245,5 @@ def may_start_early(config: TrainConfig, world: World) -> bool:
     Several ranks with trained losses of routers wait for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
-    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
+    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef)
     return backend.computes_beside_host() and connected and not routers_wait

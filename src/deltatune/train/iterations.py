@@ -135,9 +135,9 @@ class Iterations:
             if done:
                 self._save(finished=True)
                 return
-            if self._save_is_due():
-                self._save()
             before = progress.iteration
+            if before > 0 and before % config.save_every == 0 and before != self._saving.saved:
+                self._save()
             asked = self._iterate()
             # A sampling that was left makes no iteration.
             if progress.iteration == before:
@@ -149,10 +149,6 @@ class Iterations:
                 # Some of the answers that the last update learnt from.
                 if self.parts.world.main and (answers := self.state.order.samples()):
                     self.parts.reporting.samples(self.progress, answers)
-
-    def _save_is_due(self) -> bool:
-        at = self.progress.iteration
-        return at > 0 and at % self.parts.config.save_every == 0 and at != self._saving.saved
 
     def _evaluation_is_due(self) -> bool:
         config = self.parts.config
@@ -166,6 +162,7 @@ class Iterations:
         parts = self.parts
         progress = self.progress
         started = time.perf_counter()
+        self._freed_memory.begin("evaluation")
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
@@ -215,8 +212,9 @@ class Iterations:
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
+        self._freed_memory.begin("samples")
         if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
-            parts.screen.say(f"Answering {count:,} sample prompts, --sample-max-tokens each at most.")
+            parts.screen.say(f"Answering {count:,} sample prompts.")
         try:
             answers = parts.samples.on_main(parts.world, self._ending)
         except NoResultError as error:
@@ -267,6 +265,7 @@ class Iterations:
         except InterruptedSamplingError:
             return True
         self._batches.append(batch)
+        self._freed_memory.begin("training")
         advance = self._engine.advance(batch, self._goes_on())
         progress.iteration += 1
         if not (math.isfinite(advance.loss) and math.isfinite(advance.norm or 0.0)):
@@ -284,6 +283,8 @@ class Iterations:
 
     def _next_batch(self) -> Batch:
         """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
+        if self.parts.config.samples_answers:
+            self._freed_memory.begin("sampling")
         try:
             return self._trained.taught(next(self.state.order))
         except UserError as error:

@@ -96,13 +96,13 @@ def test_memory_holds_nan_before_the_call_that_counts(monkeypatch):
 
 
 def test_a_kernel_passes_within_its_bound(caplog):
-    assert kernel_operator.agrees(case_of(bound=0.011), off_by(1.01))
+    assert kernel_operator.is_right(lambda: case_of(bound=0.011), run=off_by(1.01))
     assert not caplog.text
 
 
 @pytest.mark.parametrize("factor", [1.01, INFINITE, float("nan")])
 def test_a_kernel_with_too_large_an_error_is_reported(factor, caplog):
-    assert not kernel_operator.agrees(case_of(), off_by(factor), "plain products")
+    assert not kernel_operator.is_right(lambda: case_of(), run=off_by(factor), instead="plain products")
     assert "a kernel is off by" in caplog.text
     assert "so plain products serve instead" in caplog.text
 
@@ -111,7 +111,7 @@ def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
     def fails(_):
         raise RuntimeError("first line\nsecond line")
 
-    assert not kernel_operator.agrees(case_of(), fails)
+    assert not kernel_operator.is_right(lambda: case_of(), run=fails)
     assert "a kernel does not run on this machine" in caplog.text
     assert "first line" in caplog.text
     assert "second line" not in caplog.text

@@ -160,7 +160,7 @@ class Store(ResidentLayers):
         mx.eval([place.array for _, place in array_places(model) if id(place.array) not in in_layers])
         if backend.has_own_memory():
             # What planning and reading have freed counts on the GPU as if it were in use.
-            mx.clear_cache()
+            backend.give_back()
 
     def _hold_on_host(self) -> None:
         """Read all arrays that will be needed into main memory, a layer at a time; lazily() then gives copies.
