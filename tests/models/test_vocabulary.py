@@ -17,7 +17,6 @@ from deltatune.models.vocabulary import (
     resize_embeddings,
     token_rows,
     token_tables,
-    tokens_without_row,
     with_vocab_size,
 )
 from deltatune.options.config import LoraConfig
@@ -111,14 +110,6 @@ def test_vision_data_with_a_token_without_a_row(run, tiny_vision_checkpoint, tmp
     code, _, error = run("generate", "--model", path, "--prompt", "a <call>", "--image", tmp_path / "data" / "a.png")
     assert code == 2
     assert "--prompt: the token '<call>'" in error
-
-
-def test_the_doctor_names_the_first_token(checkpoint, tiny_checkpoint):
-    loaded = load(checkpoint)
-    found = tokens_without_row(loaded.model, loaded.tokenizer)
-    assert "has 320 rows, and 2 tokens of the tokenizer have ids beyond them, the first '<call>' (id 320)" in found
-    fitting = load(tiny_checkpoint("qwen3"))
-    assert tokens_without_row(fitting.model, fitting.tokenizer) is None
 
 
 # Every second one of a config alone, and of weights.
