@@ -236,22 +236,6 @@ def test_damaged_adapters(tiny_checkpoint, tmp_path):
     refused("with a number `scale` expected")
 
 
-def test_weights_load_into_a_model_with_the_same_adapters(tiny_checkpoint, tmp_path):
-    path = tiny_checkpoint("qwen3")
-    model = adapted(path)
-    file = save_adapters(model, tmp_path, {}, weights="0000010_adapters.safetensors")
-    again, _ = load_model(path)
-    convert_to_lora(again, LoraConfig(rank=4, scale=2.0))
-    load_adapter_weights(again, file)
-    assert mx.array_equal(again(TOKENS), model(TOKENS))
-    # Without the config beside it, the tensors alone say that the file does not fit.
-    (tmp_path / "adapter_config.json").unlink()
-    other, _ = load_model(path)
-    convert_to_lora(other, LoraConfig(rank=5))
-    with pytest.raises(UserError, match=r"has shape \(64, 4\), the model's is \(64, 5\)"):
-        load_adapter_weights(other, file)
-
-
 def test_output_that_cannot_be_written(tiny_checkpoint, tmp_path):
     model = adapted(tiny_checkpoint("qwen3"))
     (tmp_path / "file").write_text("")
