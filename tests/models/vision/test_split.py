@@ -227,7 +227,7 @@ torch_is_here = pytest.mark.skipif(importlib.util.find_spec("torch") is not None
     ],
 )
 def test_a_processor_that_needs_torch_says_what_to_install(
-    tiny_vision_checkpoint, monkeypatch, tmp_path, run, processor, words
+    tiny_vision_checkpoint, monkeypatch, tmp_path, complaint, processor, words
 ):
     """`train` on a picture ends with one line, which names packages to install."""
     from mlx_vlm import utils
@@ -237,8 +237,7 @@ def test_a_processor_that_needs_torch_says_what_to_install(
     row = {"image": "a.png", "prompt": "what?", "completion": "black"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
     flags = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--data", tmp_path, "--adapter-path", tmp_path / "out"]
-    code, _, error = run("train", *flags)
-    assert code == 2
+    error = complaint("train", *flags)
     assert re.fullmatch(rf"deltatune: [^\n]*{words}[^\n]*pip install torch torchvision[^\n]*\n", error)
 
 
