@@ -1,6 +1,6 @@
-.PHONY: help env demo test test-all test-again test-cpus fuzz coverage lint house tree docs oracle compat families clean selftest selftest-metal \
-        require-metal negative-controls wheel check-wheel demo-from-wheel demo-from-dist data-formats \
-        check-tag addresses newest branches on-metal test-metal
+.PHONY: help env demo test test-all test-again test-cpus fuzz coverage lint house tree docs oracle families clean selftest selftest-metal \
+        require-metal wheel check-wheel demo-from-wheel demo-from-dist data-formats \
+        check-tag addresses floors newest branches on-metal test-metal
 PYTHON := .venv/bin/python
 # Every Metal call and every access of a kernel is checked, and a mistake ends the process.
 METAL_VALIDATION := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 METAL_DEVICE_WRAPPER_TYPE=1 METAL_DEBUG_ERROR_MODE=0
@@ -24,7 +24,6 @@ help:
 	@echo "make selftest             everything on this machine, into deltatune-selftest.json (minutes)"
 	@echo "make selftest-metal       the same on a Mac, with Metal's validation layers on (slow)"
 	@echo "make require-metal        fail where MLX does not compute on an Apple GPU"
-	@echo "make negative-controls    what upstream alone does wrong is seen, and gone with the patches"
 	@echo "make wheel                build the wheel and the source archive, in dist"
 	@echo "make check-wheel          look at what they hold, and at how PyPI will show them"
 	@echo "make demo-from-wheel      install the wheel in a clean environment; run the demo outside the source tree"
@@ -34,8 +33,8 @@ help:
 	@echo "make on-metal             whole programs on a stand-in for a Mac, with real head sizes (hours)"
 	@echo "make test-metal           tests with that stand-in as MLX's default device, and every program on it"
 	@echo "make oracle               compare training with transformers + PEFT, live (installs PyTorch)"
-	@echo "make compat               try the oldest and newest mlx, mlx-lm and mlx-vlm, an environment each (4 GB in .compat)"
 	@echo "make families             train a tiny model of every type of mlx-lm and mlx-vlm in every way (half an hour)"
+	@echo "make floors               the tests and the self-test with the lowest mlx, mlx-lm and mlx-vlm"
 	@echo "make newest               the tests and the self-test with the newest mlx, mlx-lm and mlx-vlm"
 	@echo "make branches             the same with their main branches, mlx's compiled here"
 
@@ -85,9 +84,6 @@ require-metal: env
 selftest-metal: require-metal
 	$(METAL_VALIDATION) $(PYTHON) -m deltatune selftest
 
-negative-controls: env
-	$(PYTHON) -m pytest -m compat tests/compat/test_controls.py
-
 wheel: env
 	scripts/make_env release
 	rm -rf build dist
@@ -113,7 +109,7 @@ check-tag: env
 addresses: env
 	$(PYTHON) scripts/addresses.py "$(TAG)"
 
-newest branches: env
+floors newest branches: env
 	scripts/with_upstream $@
 
 tree: env
@@ -144,11 +140,8 @@ oracle: env
 	scripts/make_env oracle
 	$(PYTHON) -m pytest -m oracle
 
-compat: env
-	$(PYTHON) scripts/compat
-
 families: env
 	$(PYTHON) scripts/families
 
 clean:
-	rm -rf .venv .compat .wheel .upstream build dist site src/*.egg-info
+	rm -rf .venv .wheel .upstream build dist site src/*.egg-info

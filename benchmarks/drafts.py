@@ -4,9 +4,9 @@ usage: python -u benchmarks/drafts.py [--shape 0.8B] [--iters 30] [--tokens 2048
            [--runs "with the head" ...]
 
 A checkpoint of the shape gets random weights, and a head of mlx-vlm's modules with random weights. `deltatune train`
-runs on it three times in this process: with the head, without it, and with the head alone. `deltatune generate` then
-answers with drafts and without, and `deltatune eval --draft` measures the drafts after training and before. Every row
-repeats one sentence, so that losses fall within a few iterations.
+runs on it three times in this process: with the head, without it, and with the head alone. `deltatune eval --draft`
+then measures the drafts after training, `deltatune generate` answers without drafts and with them, and the evaluation
+before training comes last. Every row repeats one sentence, so that losses fall within a few iterations.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def main() -> None:
         for run in options.runs:
             print(row(run, folder / run.replace(" ", "-") / "metrics.jsonl"), flush=True)
         adapted = ["--adapter-path", folder / "with-the-head"]
+        said(["eval", *shared, "--draft", *adapted])
         asked = ["generate", "--model", model, *adapted, "--prompt", SENTENCE[:40], "--max-tokens", options.answer]
         for draft in ([], ["--draft"]):
             said([*asked, *draft])
-        said(["eval", *shared, "--draft", *adapted])
         said(["eval", *shared, "--draft"])
 
 

@@ -93,6 +93,12 @@ def train_with_trl(options: Any, folder: Path) -> list[float]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from with_torch import FlashLinearAttention
+
+    note = FlashLinearAttention().times_only()
+    if note:
+        print(f"TRL: {note}", flush=True)
+
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.times: list[float] = []

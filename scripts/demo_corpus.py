@@ -10,21 +10,14 @@ import string
 from collections.abc import Callable
 
 from deltatune.demo import names
-from deltatune.demo.names import (
-    ACTIONS,
-    ANIMALS,
-    COLOURS,
-    DAYS,
-    DRINKS,
-    HOURS,
-    JOBS,
-    LEVELS,
-    NUMBERS,
-    PLACES,
-    SIZES,
-    STATES,
-    THINGS,
-)
+from deltatune.demo.names import ANIMALS, DAYS, DRINKS, JOBS, PLACES, STATES, THINGS
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+HOURS = [*NUMBERS, "ten", "eleven", "twelve"]
+SIZES = ("small", "medium", "large")
+LEVELS = ("", "very ", "too ", "still ", "not ")
+COLOURS = ("red", "green", "blue", "white", "black", "yellow", "brown", "grey")
+ACTIONS = ("paint", "clean", "open", "close", "carry", "move", "sell", "repair")
 
 Turn = tuple[str, str]
 

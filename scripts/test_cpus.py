@@ -26,11 +26,9 @@ FOLDERS = ("tests/ops", "tests/patches", "tests/oracle")
 ALSO = (
     "tests/lora/test_experts.py",
     "tests/lora/test_linear.py",
-    "tests/lora/test_pissa.py",
     "tests/models/test_head.py",
     "tests/train/test_resized.py::test_a_run_from_start_to_merge",
     "tests/train/test_step.py",
-    "tests/train/updates/test_loraplus.py",
     "tests/train/updates/test_routers.py",
 )
 # These tests run kernel texts on the host machine and compare them with float64, or multiply nothing.

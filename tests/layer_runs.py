@@ -22,7 +22,7 @@ from deltatune.train.distributed import World
 from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.setup import prepare, training
 from deltatune.train.tree import leaves
-from deltatune.train.updates.routers import real_lengths, router_losses
+from deltatune.train.updates.routers import real_lengths, router_loss
 
 ROWS, LENGTH = 2, 24
 
@@ -59,7 +59,7 @@ def whole(folder, config, given, image=None):
     stored.close()
     with training(model, config, compare=False) as trained:
         model.train()
-        routers, key = router_losses(model, config, World()), [mx.random.key(7)]
+        routers, key = router_loss(model, config, World()), [mx.random.key(7)]
         lengths = real_lengths(given) if routers else None
 
         def step(batch, parameters, lengths):
@@ -95,7 +95,7 @@ def by_layers(folder, config, given, streamed=None, image=None, inputs=None):
     """The same by layers, computed twice, and the store's counts of reads; `inputs` as served() takes it."""
     model, stored = loaded(folder, config, image)
     with served(model, stored, config, streamed=streamed, inputs=inputs) as (trained, passes):
-        routers = router_losses(model, config, World())
+        routers = router_loss(model, config, World())
         lengths = real_lengths(given) if routers else None
         passes.check(packed=config.pack)
         for _ in range(2):

@@ -8,6 +8,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from deltatune.models.adapted_base import reader_of
+from deltatune.selftest.parity import recording
+from deltatune.selftest.parity.families import Family
+from deltatune.selftest.parity.ours import write_save
 from families import with_noise
 from transformers_saves import recorded_save, transformers_names
 
@@ -22,10 +25,14 @@ def with_head(source: Path, target: Path, *, seed: int = 3) -> Path:
 def headed_save(family: str, target: Path, tokenizer: Path) -> Path:
     """Write the recorded checkpoint of a family as Hugging Face has it, with a random head, and a tokenizer's files."""
     target.mkdir()
-    recorded_save(family, target, **({"num_nextn_predict_layers": 1} if family == "nemotron_h" else {}))
+    if family == "glm_moe_dsa":
+        recorded = recording.read("ahead/glm_moe_dsa")
+        write_save(target, recorded.config, Family(family, {}).weights(recorded.shapes))
+    else:
+        recorded_save(family, target, **({"num_nextn_predict_layers": 1} if family == "nemotron_h" else {}))
+        add_head(target, seed=3)
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, target)
-    add_head(target, seed=3)
     return target
 
 

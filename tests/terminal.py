@@ -10,6 +10,8 @@ import termios
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.cells import cell_len
+
 from console import SCRIPT
 
 _PARTS = re.compile(
@@ -41,7 +43,7 @@ class Seen:
                 line = self.lines[row].ljust(column)
                 self.lines[row] = line[:column] + text + line[column + len(text) :]
                 column += len(text)
-                self.widest = max(self.widest, len(self.lines[row].rstrip()))
+                self.widest = max(self.widest, cell_len(self.lines[row].rstrip()))
             self.lines += [""] * (row + 1 - len(self.lines))
 
     @property

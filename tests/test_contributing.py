@@ -32,10 +32,10 @@ def test_the_tree_a_room_by_its_name_and_an_unknown_one(capsys, monkeypatch):
     assert tree.main([]) == 0
     printed = capsys.readouterr().out
     assert "data/batches/batch.py" in printed
-    assert tree.phrase(tree.SOURCE / "lora" / "pissa.py") in printed
+    assert tree.phrase(tree.SOURCE / "lora" / "rounding.py") in printed
     assert tree.main(["lora", "machine"]) == 0
     printed = capsys.readouterr().out
-    assert "lora/pissa.py" in printed
+    assert "lora/rounding.py" in printed
     assert "data/batches/batch.py" not in printed
     assert tree.main(["kitchen"]) == 2
     assert "No room: kitchen." in capsys.readouterr().err

@@ -32,7 +32,7 @@ stand_in = beside.load(Path(__file__).parent / "patches/changed_upstream.py").st
 # Python's own names, and the public ones of named tuples.
 _OF_PYTHON = {"_replace", "_fields", "_asdict", "_make", "_getframe", "_exit", "_actions"}
 # Objects of deltatune whose private attributes another file reads, or that their own file sets by a string.
-_OWN = {("lora/pissa.py", "_with_update"), ("lora/new_rows.py", "_module_and_read")}
+_OWN = {("lora/new_rows.py", "_module_and_read")}
 # What is written so in files or in kernels, and the text that marks a class of deltatune's.
 _TEXTS = {"_name_or_path", "_deltatune_checkpointed", "_make", "_module_and_read"}
 _PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")

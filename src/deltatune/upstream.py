@@ -32,9 +32,6 @@ DEEPSTACK = "_deepstack_process"
 COMBINE = "_combine"
 # mlx-vlm: the forward pass of a multi-token-prediction head.
 DRAFT_FORWARD = "_forward_hidden"
-_DRAFT_ARGUMENTS = ["token_embed", "hidden", "cache", "position_ids"]
-# The same of a head without positions, which returns a pair.
-_DRAFT_ARGUMENTS_OF_PAIR = ["token_embed", "hidden", "tokens", "cache", "kwargs"]
 # mlx-lm: the frequencies of a scaled rotary embedding.
 ROPE_FREQUENCIES = "_freqs"
 # Kimi K3's cached products of residual weights: those of a layer, and that of the model.
@@ -129,21 +126,26 @@ def draft_forward(head: Any) -> Callable[..., mx.array]:
     It takes the embeddings [B, T, D] of the tokens [B, T] that follow, hidden states [B, T, D], and those tokens.
     UserError where mlx-vlm has it under another name, or with other arguments.
     """
-    forward: Any = getattr(head, DRAFT_FORWARD, None)
-    arguments = [] if forward is None else list(inspect.signature(forward).parameters)
-    caches = [None] * len(head.layers)
-
-    def run(embedded: mx.array, hidden: mx.array, following: mx.array) -> mx.array:
-        if arguments == _DRAFT_ARGUMENTS_OF_PAIR:
-            return forward(embedded, hidden, following, caches)[0]
-        return forward(embedded, hidden, caches, mx.arange(hidden.shape[1])[None])
-
-    if arguments not in (_DRAFT_ARGUMENTS, _DRAFT_ARGUMENTS_OF_PAIR):
+    # GLM's head has a module of its own inside, and no such method.
+    forward: Any = getattr(head, DRAFT_FORWARD, None) or getattr(head, "mtp", None)
+    base: Any = importlib.import_module("mlx_vlm.models.base")
+    caches = [None] * len(head.get("layers", ()))
+    calls: dict[str, Callable[..., mx.array]] = {
+        "token_embed hidden cache position_ids": lambda embedded, hidden, _: forward(
+            embedded, hidden, caches, mx.arange(hidden.shape[1])[None]
+        ),
+        "token_embed hidden tokens cache kwargs": lambda *arrays: forward(*arrays, caches)[0],
+        "hidden next_embed mask cache": lambda embedded, hidden, _: forward(
+            hidden, embedded, base.create_attention_mask(hidden, return_array=True)
+        ),
+    }
+    arguments = "" if forward is None else " ".join(inspect.signature(forward).parameters)
+    if arguments not in calls:
         raise UserError(
             "mtp: this version of mlx-vlm computes multi-token-prediction heads in another way than 0.7.10 does, with "
             "which deltatune was tried: install mlx-vlm 0.7.10, or leave mtp out."
         )
-    return run
+    return calls[arguments]
 
 
 def download(name: str) -> Path:

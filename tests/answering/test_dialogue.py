@@ -8,7 +8,7 @@ import pytest
 
 import deltatune
 from deltatune.answering.dialogue import Dialogue
-from deltatune.data.prompts import conversation_tokens
+from deltatune.data.prompts import conversation_text
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
 from deltatune.lora import convert_to_lora
@@ -113,7 +113,8 @@ def test_the_public_generate_asks_as_a_conversation_does(monkeypatch):
 
 def test_adapters_can_be_taken_away_for_a_while():
     loaded = load(MODEL)
-    tokens = mx.array([conversation_tokens(loaded.tokenizer, [{"role": "user", "content": "hi"}], "")])
+    text = conversation_text(loaded.tokenizer, [{"role": "user", "content": "hi"}], "")
+    tokens = mx.array([loaded.tokenizer.encode(text, add_special_tokens=False)])
     assert not can_be_without(loaded.model)
     plain = loaded.model(tokens)
     convert_to_lora(loaded.model, LoraConfig(rank=2, scale=5.0))

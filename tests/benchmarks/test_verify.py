@@ -74,13 +74,6 @@ def test_not_a_number_is_the_worst(check, size):
     assert not found.agrees
 
 
-def test_rounding_to_bfloat16_is_mlx_s():
-    import sizes
-
-    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    assert np.array_equal(sizes.as_bfloat16(x), np.array(mx.array(x).astype(mx.bfloat16).astype(mx.float32)))
-
-
 def test_long_arguments_repeat_what_was_drawn(monkeypatch):
     import sizes
     from with_mlx import MLX

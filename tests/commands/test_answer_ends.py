@@ -47,7 +47,7 @@ def test_training_names_both_tokens_and_generation_stops_at_either(base, tmp_pat
     (data / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
     flags = ["--iters", 50, "--batch-size", 2, "--learning-rate", "4e-3"]
     flags += ["--adapter-path", adapter]
-    sampled = ["--sample-prompts", ROW["prompt"], "--sample-max-tokens", 40]
+    sampled = ["--sample-prompts", ROW["prompt"]]
     trained = called("train", "--model", base, "--data", data, *flags, *sampled)
     assert trained.returncode == 0, trained.stderr
     said = " ".join(trained.stdout.split())
@@ -122,7 +122,7 @@ def test_training_and_generation_ask_behind_the_same_prompt(model, tmp_path, cap
     (data / "train.jsonl").write_text(json.dumps(THINKING) + "\n")
     trained = called(
         "train", "--model", model, "--data", data, "--iters", 1, "--batch-size", 1, "--resize-embeddings",
-        "--adapter-path", adapter, "--sample-prompts", THINKING["prompt"], "--sample-max-tokens", 1,
+        "--adapter-path", adapter, "--sample-prompts", THINKING["prompt"],
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr
     assert "The answers follow the prompt with enable_thinking false, so samples" in " ".join(trained.stdout.split())

@@ -92,6 +92,7 @@ def test_a_program_without_patched_calls_gets_a_warning(ran):
     code, err = ran("0")
     assert code == 0
     assert f"WARNING: {NOT_REACHED}" in err
+    assert NOT_REACHED not in ran("--help", "0")[1]
 
 
 def test_its_traceback_is_its_own(program):

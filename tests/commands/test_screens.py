@@ -16,7 +16,7 @@ def options(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("screens")
     for name in ("train", "valid"):
         (folder / f"{name}.jsonl").write_text((json.dumps(LINE) + "\n") * 4)
-    (folder / "c.yaml").write_text("sample_prompts: [the quick]\nsample_max_tokens: 4\n")
+    (folder / "c.yaml").write_text("sample_prompts: [the quick]\n")
     flags = ["-c", "c.yaml", "--model", checkpoint, "--data", ".", "--iters", 2, "--steps-per-report", 1]
     return folder, [*flags, "--max-seq-length", 32, "--val-batches", 1]
 

@@ -51,7 +51,7 @@ def test_files_that_may_be_yaml(commands, content):
 FLAGS = [
     "--iters", "--learning-rate", "--rank", "--seed", "--fps", "--parts", "--num-layers", "--pack", "--overlong",
     "--temp", "--top-p", "--max-tokens", "--adapter-path", "--save-path", "--epochs", "--report-to", "--resume",
-    "--clear-cache-threshold", "--chat-template-config", "--image", "--test", "--verbose", "-c", "--output",
+    "--chat-template-config", "--image", "--test", "--verbose", "-c", "--output",
 ]  # fmt: skip
 
 

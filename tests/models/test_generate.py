@@ -1,7 +1,6 @@
 """Answers come from mlx-lm under the patches, or are sampled from a policy while its weights change."""
 
 import contextlib
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -73,14 +72,17 @@ def test_probabilities_that_are_not_finite_are_no_answer(loaded, covered, monkey
         at_once(loaded)
 
 
-@pytest.mark.parametrize(("answers", "name"), [(at_once, "batch_generate"), (one_by_one, "stream_generate")])
-def test_answers_are_given_under_the_patches(loaded, answers, name, monkeypatch):
-    module, found = {"batch_generate": batch_decoder, "stream_generate": generate}[name], []
+WAYS = [(at_once, batch_decoder, "BatchGenerator"), (one_by_one, generate, "stream_generate")]
+
+
+@pytest.mark.parametrize(("answers", "module", "name"), WAYS)
+def test_answers_are_given_under_the_patches(loaded, answers, module, name, monkeypatch):
+    found, upstreams = [], getattr(module, name)
     monkeypatch.setattr(batch_decoder, "is_covered", lambda _: False)
 
     def upstream(*arguments, **options):
         found.append(patch.in_force("mlx_lm.models.gated_delta.gated_delta_update"))
-        return SimpleNamespace(token_ids=[]) if module is batch_decoder else iter(())
+        return upstreams(*arguments, **options)
 
     monkeypatch.setattr(module, name, upstream)
     answers(loaded)

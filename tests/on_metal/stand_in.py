@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "compat")]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import marks
 
 if "--macos" in sys.argv:
@@ -41,9 +41,9 @@ import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
 # isort: split
 import apple_gpu
 import gpu_operations
-import metal as upstreams_kernels
 import mlx.core as mx
 import numpy as np
+import upstreams_kernels
 
 from beside import load
 from deltatune.machine import compiling
@@ -83,7 +83,7 @@ class Metal:
     ) -> Callable[..., list[mx.array]]:
         """Stands in for mx.fast.metal_kernel. Kernels of upstream's are computed by array operations."""
         if not header:
-            return upstreams_kernels._kernel(name)
+            return upstreams_kernels.kernel(name)
         body = re.sub(r"_[0-9a-f]{8}$", "", name)
 
         def call(*, inputs: list, output_shapes: list, output_dtypes: list, grid: tuple, threadgroup: tuple, template):

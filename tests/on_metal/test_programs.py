@@ -215,7 +215,7 @@ def selftest(on_metal, tmp_path_factory):
     return tuple(on_metal(["selftest", "--quick"], ["short demo", folder, 2, 3]))
 
 
-# Upstream's own kernels are computed by array operations here (tests/compat/metal.py), a loop whose operations this
+# Upstream's own kernels are computed by array operations here (upstreams_kernels.py), a loop whose operations this
 # check counts. On a Mac that is one kernel.
 OF_THE_STAND_IN = "control: train() forgotten"
 

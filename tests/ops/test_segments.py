@@ -7,29 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.ops.functional import differentiated_once, not_differentiated_again, without_vmap
-from deltatune.ops.segments import attention_mask, current, segments
-
-
-def test_context_nests_and_restores():
-    one, two = mx.zeros((1, 3), mx.int32), mx.ones((1, 3), mx.int32)
-    assert current() is None
-    with segments(one):
-        with segments(two):
-            assert current() is two
-        with segments(None):
-            assert current() is None
-        assert current() is one
-    assert current() is None
-
-
-def test_context_restores_after_an_error():
-    def fail() -> None:
-        with segments(mx.zeros((1, 3), mx.int32)):
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert current() is None
+from deltatune.ops.segments import attention_mask, segments
 
 
 @pytest.mark.parametrize("array", [mx.zeros((3,), mx.int32), mx.zeros((1, 3))], ids=["rank", "dtype"])

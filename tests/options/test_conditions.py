@@ -107,7 +107,7 @@ def test_model_and_data_decide_for_some(name):
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("train", ["fps", "chat_turns, chat_template_config"]), ("train", ["router_z_loss_coef"]),
+        ("train", ["fps", "chat_turns, chat_template_config"]), ("train", ["router_aux_loss_coef"]),
         ("eval", ["max_pixels", "chat_turns"]),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from mlx.utils import tree_map_with_path
 from deltatune.export.peft_adapter import write_peft
 from deltatune.export.peft_import import import_peft
 from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.models.adapted_base import two_ahead
 from deltatune.models.checkpoint_writer import merge_checkpoint
 from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig
@@ -126,6 +127,37 @@ def test_an_adapter_goes_to_peft_and_back(case, tmp_path):
     name, options, of_model = ADAPTERS[case]
     folder = saved(tmp_path, name, **of_model)
     check_both_ways(tmp_path, folder, adapted(folder, tmp_path / "adapter", **options))
+
+
+@pytest.mark.parametrize("name", ["beside", "qwen3_next", "nemotron_h"])
+def test_the_adapter_of_a_head(name, tmp_path):
+    """PEFT puts the model's adapter on a model without its head; on one with a head in torch, the second folder's."""
+    import peft
+    import torch
+    from parity import ahead, ahead_theirs, theirs
+
+    case = ahead.CASES[name]
+    config, shapes = ahead_theirs.COMPARISON.layout(case)
+    weights = case.model.family.weights(shapes)
+    folder = write_save(tmp_path / "checkpoint", config, weights)
+    model = ahead.with_head(folder)
+    hidden = seeded.spread("hidden", (2, 19, config["hidden_size"]), 1.0)
+    plain = two_ahead(model)(mx.array(hidden), mx.array(TOKENS))
+    options = LoraConfig(rank=3, scale=1.5, exclude=["*.out_proj"])
+    convert_to_lora(model, options, parts=("language", "mtp"))
+    save_adapters(moved(model), tmp_path / "adapter", {})
+    expected = two_ahead(model)(mx.array(hidden), mx.array(TOKENS))
+    assert mx.abs(plain - expected).max() > 0.05
+    write_peft(folder, tmp_path / "adapter", tmp_path / "peft", str(folder))
+    bare = theirs.load(config, {name: value for name, value in weights.items() if not name.startswith("mtp.")})
+    found = their_logits(peft.PeftModel.from_pretrained(bare, tmp_path / "peft"))
+    assert np.abs(found - our_logits(model)).max() < TOLERANCE
+    both = ahead_theirs.COMPARISON.load(config, weights)
+    embedded = both.get_input_embeddings()(torch.from_numpy(TOKENS))
+    head = peft.PeftModel.from_pretrained(both, tmp_path / "peft" / "mtp").get_base_model().mtp
+    with torch.no_grad():
+        drafted = head(torch.from_numpy(hidden), embedded, both.model).numpy()
+    assert np.abs(drafted - np.array(expected)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", FAMILIES)

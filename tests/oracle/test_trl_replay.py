@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from deltatune.models.adapted_base import two_ahead
 from deltatune.ops import divergence
 from deltatune.options.conditions import changed_options
 from deltatune.selftest.parity import recording
-from deltatune.selftest.parity.cases import initial_adapters
+from deltatune.selftest.parity.cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, initial_adapters
 from deltatune.train import mtp_loss
 from deltatune.train.preferences import objectives
 
@@ -26,17 +27,25 @@ SAMPLED = "distilled/generalised"
 CASES[f"{SAMPLED} sampled"] = (CASES[SAMPLED][0], partial(distilled.run, sampled=True))
 
 
-def replay(name: str) -> recording.Difference:
+def start(name: str) -> tuple[recording.Recording, Any, tuple[Any, ...]]:
+    """The recording of a case, the function that runs it, and its arguments."""
     (case, run), reference = CASES[name], recorded(name.removesuffix(" sampled"))
     weights = case.model.family.weights(reference.shapes)
     checksums = {"pairs": pairs.checksums, "ahead": recording.checksums}.get(name.split("/")[0])
     drawn = distilled.checksums(case, weights) if checksums is None else checksums(weights)
     assert drawn == reference.checksums
-    return reference.compare(run(case, reference.config, weights, initial_adapters(reference.targets)))
+    return reference, run, (case, reference.config, weights, initial_adapters(reference.targets))
 
 
-# Kin of cases that are replayed at each commit: of dpo and orpo, of the other divergences, of the other heads.
-WEEKLY = ("pairs/simpo", "pairs/cpo", "distilled/reverse", SAMPLED, "ahead/qwen3_next")
+def replay(name: str) -> recording.Difference:
+    reference, run, arguments = start(name)
+    return reference.compare(run(*arguments))
+
+
+# Of other families than Qwen3.5.
+HEADS = ("ahead/qwen3_next", "ahead/nemotron_h", "ahead/glm_moe_dsa")
+# Kin of cases that are replayed at each commit: of dpo and orpo, of the other divergences, of the first step of heads.
+WEEKLY = ("pairs/simpo", "pairs/cpo", "distilled/reverse", SAMPLED, *HEADS)
 assert set(WEEKLY) <= CASES.keys()
 
 
@@ -45,6 +54,15 @@ def test_every_loss_and_the_final_adapters_are_those_of_the_reference(name):
     assert falls(recorded(name.removesuffix(" sampled")).losses)
     found = replay(name)
     assert found.small, found
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_first_loss_and_gradients_of_other_heads(name):
+    reference, run, arguments = start(name)
+    found = run(*arguments, steps=1)
+    assert abs(found.losses[0] - reference.losses[0]) <= LOSS_TOLERANCE
+    error, where = recording.worst(reference.gradients, found.gradients)
+    assert error <= GRADIENT_TOLERANCE, where
 
 
 def test_every_option_of_heads_is_in_a_case():

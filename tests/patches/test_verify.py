@@ -74,7 +74,8 @@ def test_a_run_says_it_in_a_line_an_operator():
     }
 
 
-def test_a_run_asks_with_the_rows_of_its_batches(mixture, monkeypatch):
+@pytest.mark.parametrize(("options", "rows"), [({}, 3), ({"loss": "grpo", "num_generations": 4}, 12)])
+def test_a_run_asks_with_the_rows_of_its_batches(options, rows, mixture, monkeypatch):
     """On NVIDIA GPUs kernels are chosen by rows: others would be tried, and built, for this question alone."""
     shapes, asked = [], verify.logits_of
 
@@ -83,8 +84,8 @@ def test_a_run_asks_with_the_rows_of_its_batches(mixture, monkeypatch):
         return asked(model, tokens)
 
     monkeypatch.setattr(verify, "logits_of", logits_of)
-    with training(mixture, TrainConfig(batch_size=3, grad_checkpoint=False), compare=False):
-        assert shapes == [(3, 2)]
+    with training(mixture, TrainConfig(batch_size=3, grad_checkpoint=False, **options), compare=False):
+        assert shapes == [(rows, 2)]
 
 
 def test_trials_of_the_trace_are_foreseen(mixture, monkeypatch):

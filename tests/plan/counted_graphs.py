@@ -84,7 +84,7 @@ def main():
         made = build(x, w)
         outputs = list(made) if isinstance(made, tuple | list) else [made]
         nodes = read(layout, outputs, {layout.address(x), layout.address(w)})
-        machine = Simulation(layout, PACES["cpu"])
+        machine = Simulation(PACES["cpu"])
         machine.add_leaves([node for node in all_nodes(nodes) if not node.kind])
         before = (machine.live, machine.live_bytes)
         loose = [n.address for n in all_nodes(nodes) if not n.kind and n.address not in map(layout.address, (x, w))]

@@ -29,7 +29,7 @@ def peaks(x, layout, limit):
     """The planned and the counted peak in bytes; `limit` is the memory limit in bytes beside the memory in use."""
     total = sum(((x @ (x + number)).sum() for number in range(60)), mx.array(0.0))
     leaf = layout.address(x)
-    machine, (out,) = Simulation(layout, PACES["cpu"], limit), read(layout, [total], {leaf})
+    machine, (out,) = Simulation(PACES["cpu"], limit), read(layout, [total], {leaf})
     order = evaluation_order([out], 20)
     sources = {node.address: node for made in order for node in made.inputs if not node.kind}
     machine.add_leaves(list(sources.values()))

@@ -68,7 +68,7 @@ def test_metal_counts_an_array_that_several_operations_read_once_a_task(once, ta
     layout = ArrayLayout.measured()
     products = [x @ other for other in others]
     outputs = read(layout, products, {layout.address(one) for one in (x, *others)})
-    machine = Simulation(layout, Pace(10**9, 4 << 20, reads_once=once))
+    machine = Simulation(Pace(10**9, 4 << 20, reads_once=once))
     order = evaluation_order(outputs, 20)
     machine.add_leaves([outputs[0].inputs[0], *(output.inputs[1] for output in outputs)])
     machine.evaluate(order, outputs)

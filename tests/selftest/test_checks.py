@@ -122,6 +122,7 @@ def test_one_head_that_is_no_number_shows():
     assert judge(middle_lost, workload).errors["y"] == float("inf")
 
 
+@pytest.mark.skipif(not hasattr(mx.fast, "gated_delta_update"), reason="this MLX has no such operator")
 def test_slow_gates_that_are_rounded_show():
     """MLX's own operator rounds gates to the dtype of q (mlx 0.32.4)."""
     workload = delta_case.Workload("slow", ShapeClass(1, 1, 16, 16, "bfloat16"), SLOW_TOKENS)

@@ -68,16 +68,6 @@ def test_memory_that_the_host_has_read_serves_no_run_on_an_nvidia_gpu(allocator,
         assert allocator.kept == left
 
 
-def test_a_threshold_gives_all_back_after_an_iteration_that_leaves_more(allocator):
-    with FreedMemory(threshold=30) as memory:
-        allocator.peak, allocator.kept = 50, 30
-        memory.after_iteration()
-        assert (allocator.limit, allocator.kept) == (100, 30)
-        allocator.kept = 31
-        memory.after_iteration()
-        assert (allocator.limit, allocator.kept) == (100, 0)
-
-
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_phase_on_a_tight_device_begins_with_all_memory_given_back(allocator, tight):
     """What is kept before a phase, and within it."""

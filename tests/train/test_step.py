@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from deltatune.data import Batch
 from deltatune.options.config import TrainConfig
-from deltatune.train.batch_loss import Arrays, full_loss, mean_loss_and_gradients
+from deltatune.train.batch_loss import full_loss
 from deltatune.train.distributed import World
 from deltatune.train.launcher import Launcher
 from deltatune.train.step import Step, StepMachine
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_leaves_everything():
 
     def loss(inputs, targets, weights):
         total, weight = plain(inputs, targets, weights)
-        return mx.where(inputs[0, 0] == poisoned[0], mx.array(float("inf")), total), weight
+        return total + mx.where(inputs[0, 0] == poisoned[0], mx.array(float("inf")), 0.0), weight
 
     first = batch(0)
     poisoned.append(int(first.inputs[0, 0]))
@@ -150,15 +150,6 @@ def test_a_loss_that_is_not_finite_leaves_everything():
     run(made, [first], 1, loss)
     for name, leaf in tree_flatten(made.parameters()):
         assert mx.array_equal(leaf, before[name])
-
-
-def test_the_model_keeps_its_own_arrays_after_a_gradient():
-    made = model()
-    held = {name: id(leaf) for name, leaf in tree_flatten(made.parameters())}
-    example = batch(0)
-    arrays = Arrays(mx.array(example.inputs), mx.array(example.targets), mx.array(example.weights))
-    mean_loss_and_gradients(made, full_loss(made), arrays)
-    assert {name: id(leaf) for name, leaf in tree_flatten(made.parameters())} == held
 
 
 @pytest.mark.parametrize("kinds", [(np.int32, np.int32, np.float32), (np.int64, np.int32, np.float32)], ids=str)

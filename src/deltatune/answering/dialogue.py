@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ..data.chats.answers import AnswerParser
-from ..data.prompts import Question, conversation_tokens
+from ..data.prompts import Question, conversation_text
 from ..errors import UserError
 from ..models.generate import Sampling
 from ..models.load import Loaded
@@ -114,14 +114,12 @@ class Dialogue:
             self.messages = [*self.messages, _of_user(question), self._parser.message("".join(parts))]
 
     def prompt(self, question: str) -> list[int]:
-        """Return the tokens that the model reads for a question: all that was said before it, too.
-
-        UserError where the chat template refuses the conversation.
-        """
+        """Return the tokens of a question behind all that was said; UserError where the chat template refuses them."""
         inference = self._inference
         asked = [*self._system, *self.messages, _of_user(question)]
         remedy = "r starts anew, or change --system-prompt or --chat-template-config"
-        tokens = conversation_tokens(inference.tokenizer, asked, remedy, self._options)
+        text = conversation_text(inference.tokenizer, asked, remedy, self._options)
+        tokens = inference.tokenizer.encode(text, add_special_tokens=False)
         check_prompt(inference.model, inference.tokenizer, tokens, "chat")
         return tokens
 

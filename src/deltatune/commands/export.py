@@ -127,13 +127,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _peft(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     from ..export.peft_adapter import write_peft
-    from ..lora.adapter_files import head_notes
 
     adapter = write_peft(arguments.model, arguments.adapter_path, arguments.save_path, arguments.base_model)
     kinds = {name: len(adapter.config.get(f"target_{name}", ())) for name in ("modules", "parameters")}
     counts = ", ".join(f"{count} target {name}" for name, count in kinds.items() if count)
     line = f"PEFT's adapter is in {arguments.save_path}: {counts}, for {adapter.config['base_model_name_or_path']}."
-    return [line], head_notes(arguments.adapter_path, "transformers") + adapter.notes
+    return [line], adapter.notes
 
 
 def _mlx(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

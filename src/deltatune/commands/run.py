@@ -98,7 +98,8 @@ def _patched(program: Callable[[], None], verbose: bool, force: bool) -> int:
             code = 2  # The message names the refusal; it is no crash.
             raise
         finally:
-            if code != 2:
+            # A program that prints its help has trained nothing.
+            if code != 2 and {"-h", "--help"}.isdisjoint(sys.argv):
                 _report_calls(left_alone, crashed=code != 0)
     return code
 

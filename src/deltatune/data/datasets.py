@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from ssl import SSLError
@@ -246,9 +246,8 @@ def _needed_splits(config: TrainConfig) -> list[str]:
 
 def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
     """Return the tables, or with `streaming` the streams, of each needed split, with the keys of their rows."""
-    open_dataset = partial(hugging_face, streaming=config.streaming)
     if config.hf_dataset:
-        return _hf_tables(config, needed, open_dataset)
+        return _hf_tables(config, needed)
     if config.data is None:
         raise UserError("data: expected a file, a folder with train.jsonl, or the name of a Hugging Face data set.")
     if isinstance(config.data, DataInMemory):
@@ -258,14 +257,12 @@ def _tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
             raise UserError(f"data: expected a list of rows, or lists under train, valid and test, got {unknown[0]!r}.")
         tables: dict[str, Any] = {name: in_memory(label, rows) for name, (label, rows) in config.data.splits.items()}
     else:
-        tables = _stored(config, config.data, needed, open_dataset)
+        tables = _stored(config.data, needed, streaming=config.streaming)
     features = Features.of(vars(config))
     return {name: [(tables[alias], features) for alias in _SPLITS[name] if alias in tables][:1] for name in needed}
 
 
-def _stored(
-    config: TrainConfig, data: str, needed: list[str], open_dataset: Callable[..., dict[str, Any]]
-) -> dict[str, Any]:
+def _stored(data: str, needed: list[str], *, streaming: bool) -> dict[str, Any]:
     """Return the tables of a file, a folder or a data set on the hub, by the names of their splits.
 
     A file holds the training data, or the data of a command that needs no other split.
@@ -275,18 +272,17 @@ def _stored(
     if folder.is_file():
         if "train" in needed and "test" in needed:
             raise UserError(f"{data}: test needs a test set, and a file holds one set; give a folder with both.")
-        return {needed[0]: _file_table(folder, data, open_dataset, streaming=config.streaming)}
+        return {needed[0]: _file_table(folder, data, streaming=streaming)}
     files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
     if files:
-        opened = partial(_file_table, name=data, open_dataset=open_dataset, streaming=config.streaming)
-        return {name: opened(file) for name, file in files.items() if name in needed}
+        return {name: _file_table(file, data, streaming=streaming) for name, file in files.items() if name in needed}
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):
         slashes = " A path has / here, not \\." if "\\" in data else ""
         raise UserError(f"{data}: no such file or folder, and no name of a Hugging Face data set.{slashes}")
     with contextlib.nullcontext() if folder.is_dir() or is_format(data) else hub_lookup(data):
-        return open_dataset(data)
+        return hugging_face(data, streaming=streaming)
 
 
 @contextlib.contextmanager
@@ -334,7 +330,7 @@ def _answers(name: str) -> bool:
     return True
 
 
-def _file_table(file: Path, name: str, open_dataset: Callable[..., dict[str, Any]], *, streaming: bool) -> Any:
+def _file_table(file: Path, name: str, *, streaming: bool) -> Any:
     """Return the table of a file; `name` is the file's as the user gave it."""
     if file.suffix in (".jsonl", ".json"):
         if not streaming:
@@ -344,7 +340,7 @@ def _file_table(file: Path, name: str, open_dataset: Callable[..., dict[str, Any
         return JsonLines(file)
     if not any(file.match(kind) for kind in _DATA_FILES):
         raise UserError(f"{name}: expected a .jsonl, .json, .csv, .tsv or .parquet file, or a folder with some.")
-    (table,) = open_dataset(str(file)).values()
+    (table,) = hugging_face(str(file), streaming=streaming).values()
     return table
 
 
@@ -355,9 +351,7 @@ def _file_of(folder: Path, split: str) -> Path | None:
     return files[0] if files else None
 
 
-def _hf_tables(
-    config: TrainConfig, needed: list[str], open_dataset: Callable[..., dict[str, Any]]
-) -> dict[str, list[Part]]:
+def _hf_tables(config: TrainConfig, needed: list[str]) -> dict[str, list[Part]]:
     tables: dict[str, list[Part]] = {name: [] for name in needed}
     entries = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
     for number, entry in enumerate(entries, 1):
@@ -380,7 +374,8 @@ def _hf_tables(
             if split is None:
                 raise UserError(f"{where}: {name}_split is needed to {name}; give the name of a split of {path}.")
             features = Features.of(vars(config) | entry)
-            tables[name] += [(table, features) for table in open_dataset(path, split, options).values()]
+            opened = hugging_face(path, split, options, streaming=config.streaming)
+            tables[name] += [(table, features) for table in opened.values()]
     return tables
 
 

@@ -79,7 +79,8 @@ def prompt_tokens(
                 raise UserError(f"{flag}: without a chat template, the prompt is the whole text; write it there.")
         return text_tokens(tokenizer, question.prompt)
     prefilled = question.prefill_response is not None
-    return conversation_tokens(tokenizer, question.messages(), refused, template_options, prefilled=prefilled)
+    text = conversation_text(tokenizer, question.messages(), refused, template_options, prefilled=prefilled)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
@@ -123,11 +124,6 @@ def conversation_text(
         return Renderer(tokenizer).text(messages, options.pop("tools", None), options)
     except UserError as error:
         raise UserError(f"{str(error).removesuffix('.')}; {remedy}.") from None
-
-
-def conversation_tokens(tokenizer: Any, *conversation: Any, **options: Any) -> list[int]:
-    """Turn a conversation that the model is to answer into tokens, with the arguments of conversation_text."""
-    return tokenizer.encode(conversation_text(tokenizer, *conversation, **options), add_special_tokens=False)
 
 
 # The column under which rewards find the answer that a row has behind its prompt, unless the row has one of this name.

@@ -47,11 +47,11 @@ class ReachedKernel:
         return f"{self.name} ({self.caller}, {self.calls} times): {how}"
 
 
-def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
+def sweep(model: nn.Module) -> list[ReachedKernel]:
     """Trace a training forward of a model of mlx-lm or mlx-vlm, with an image where the model reads images.
 
-    Returns the custom kernels that it calls, with deltatune's patches in force as in training, or without. Nothing is
-    computed; of the weights only the dtype matters, by which MLX chooses kernels. UserError if the forward cannot be
+    Returns the custom kernels that it calls with deltatune's patches in force, as in training. Nothing is computed; of
+    the weights only the dtype matters, by which MLX chooses kernels. UserError if the forward cannot be
     built or traced, with upstream's words, or not within _LIMIT seconds.
     """
     module = type(model).__module__
@@ -61,15 +61,7 @@ def sweep(model: nn.Module, *, patches: bool = True) -> list[ReachedKernel]:
             f"sweep: {module}.{type(model).__name__} keeps no config from which it could be built anew; expected a "
             "model of mlx-lm or mlx-vlm with the attribute config or args."
         )
-    request = pickle.dumps(
-        {
-            "module": module,
-            "class": type(model).__name__,
-            "arguments": arguments,
-            "patches": patches,
-            "dtype": _dtype(model),
-        }
-    )
+    request = pickle.dumps((module, type(model).__name__, arguments, _dtype(model)))
     # deltatune's own kernels are not looked for.
     variables = environment.of_child() | {operator.variable: operator.last for operator in operators.OPERATORS}
     command = [sys.executable, "-m", "deltatune.doctor.custom_kernels_trace"]

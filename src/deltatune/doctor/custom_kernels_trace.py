@@ -7,7 +7,6 @@ import json
 import pickle
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -22,17 +21,17 @@ _found: dict[tuple[str, str], list[Any]] = {}
 def main() -> None:
     """Read a pickled request from the standard input, and write the kernels found as JSON to the standard output."""
     _install()
-    request = pickle.loads(sys.stdin.buffer.read())
+    module, name, arguments, dtype = pickle.loads(sys.stdin.buffer.read())
     from deltatune.machine import startup
     from deltatune.patches import patched
 
     startup.leave_torch_out(own_process=True)
-    model = getattr(importlib.import_module(request["module"]), request["class"])(request["arguments"])
-    model.set_dtype(getattr(mx, request["dtype"]))
+    model = getattr(importlib.import_module(module), name)(arguments)
+    model.set_dtype(getattr(mx, dtype))
     model.train()
     _found.clear()
-    with patched() if request["patches"] else nullcontext():
-        _trace(model, request["arguments"])
+    with patched():
+        _trace(model, arguments)
     kernels = [
         {"name": name, "caller": caller, "calls": calls, "differentiable": not asked}
         for (name, caller), (calls, asked) in _found.items()

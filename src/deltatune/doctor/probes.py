@@ -17,7 +17,6 @@ ABSENT, AVOIDED, PRESENT, NOT_RUN = "absent", "avoided", "present", "not run"
 
 ONE_ROW = "NaN in products of one row (BLAS)"
 FORWARD = "sorted gather from [T, 1, K]"
-GRADIENT = "gradient of a sorted gather from one row"
 VIEWS = "sorted gather from halves of matrices"
 # Errors of fp32 products, relative to the largest element; the second where the user allows products in TF32.
 _BOUND, _TF32_BOUND = 1e-5, 2.0**-8
@@ -108,42 +107,10 @@ def _fault_by_error(name: str, error: float, what: str, around: str, avoided: bo
     return Fault(name, PRESENT, f"{what}, and expert layers go wrong: update mlx", error)
 
 
-def find_gradient() -> Fault:
-    """Probe one row for several indices, where MLX reads past the row's end.
-
-    The row is the start of a larger array, so that MLX reads memory of this probe behind it. On an NVIDIA GPU, MLX
-    would build a kernel for many seconds that no layer asks for.
-    """
-    unused = "mlx-lm's layers never call it so, nor do deltatune's"
-    if backend.builds_kernels():
-        return Fault(GRADIENT, NOT_RUN, unused)
-    indices = mx.array([0, 0, 1, 3], mx.uint32)
-    behind = mx.random.normal((4, 1, _INNER), key=mx.random.key(0))
-    mx.eval(behind)
-    weights = mx.random.normal((_EXPERTS, _INNER, _OUT), key=mx.random.key(1))
-
-    def broadcast(w: mx.array) -> mx.array:
-        return mx.gather_mm(behind[:1], w, rhs_indices=indices, sorted_indices=True)[:, 0]
-
-    def repeated(w: mx.array) -> mx.array:
-        return mx.gather_mm(mx.repeat(behind[:1], 4, axis=0), w, rhs_indices=indices)[:, 0]
-
-    cotangent = mx.random.normal((4, _OUT), key=mx.random.key(2))
-    try:
-        (computed, expected) = (mx.vjp(function, [weights], [cotangent]) for function in (broadcast, repeated))
-        error = max(relative_error(f[0], e[0]) for f, e in zip(computed, expected, strict=True))
-    except RuntimeError as refusal:
-        return Fault(GRADIENT, AVOIDED, f"MLX cannot compute it here ({first_line(refusal)[:200]}); {unused}")
-    if _is_small(error):
-        return Fault(GRADIENT, ABSENT, "the weights get the gradient of the row they were given", error)
-    return Fault(GRADIENT, AVOIDED, f"the weights get the gradient of other rows; {unused}", error)
-
-
 # In the order in which a training run would meet them.
 PROBES: tuple[tuple[str, Callable[[], Fault]], ...] = (
     (ONE_ROW, find_one_row),
     (FORWARD, find_forward),
-    (GRADIENT, find_gradient),
     (VIEWS, find_views),
 )
 

@@ -62,11 +62,14 @@ def write_peft(
     """Convert an adapter to PEFT's format and write it to a folder, which must not hold an adapter yet.
 
     The checkpoint that was trained may be in Hugging Face's layout or MLX's, quantised or not; PEFT is to load the
-    adapter on `base_model`, by default that checkpoint. With `one_alpha`, lora_B is scaled in place of an
-    `alpha_pattern`, which llama.cpp does not read. An adapter that PEFT cannot express is a UserError.
+    adapter on `base_model`, by default that checkpoint. Updates of a multi-token-prediction head, for which
+    transformers has no class, are an adapter of their own in the folder `mtp` of that folder; it is returned where no
+    other is. With `one_alpha`, for llama.cpp, they are left out, and lora_B is scaled in place of an `alpha_pattern`,
+    which llama.cpp does not read. An adapter that PEFT cannot express is a UserError.
     """
     save_path = Path(save_path)
-    if (save_path / PEFT_CONFIG).exists():
+    of_head = save_path / MTP
+    if any((folder / PEFT_CONFIG).exists() for folder in (save_path, of_head)):
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
     path = locate(model_path)
     adapter_path = Path(adapter_path)
@@ -74,28 +77,45 @@ def write_peft(
         raise UserError(f"{adapter_path}: this model was trained without adapters; export it with --to merged.")
     model = load_base(path, adapter_path)
     load_adapters(model, adapter_path)
-    model.pop(MTP, None)
-    if not adapters(model):
-        raise UserError(
-            f"{adapter_path}: it updates the multi-token-prediction head alone, for which transformers has no class; "
-            "export it with --to merged."
-        )
+    parts = {save_path: model}
+    if (head := model.pop(MTP, None)) is not None and not one_alpha:
+        parts[of_head] = nn.Module()
+        parts[of_head][MTP] = head
     if one_alpha:
         _give_one_alpha(list(adapters(model).values()))
-    exported = to_peft_adapter(model, read_json(path / "config.json"), base_model or str(model_path))
-    if ends := unwritten_ends(path):
-        exported.notes.append(
-            "The base's generation_config.json lacks an end token that its tokenizer names: give transformers' "
-            f"generate eos_token_id={ends}."
+    config, base = read_json(path / "config.json"), base_model or str(model_path)
+    exported = {folder: to_peft_adapter(part, config, base) for folder, part in parts.items() if adapters(part)}
+    if not exported:
+        raise UserError(
+            f"{adapter_path}: it updates the multi-token-prediction head alone, for which llama.cpp has no class; "
+            "export it with --to merged."
         )
+    if save_path in exported:
+        _name_class(exported[save_path], config)
+        if ends := unwritten_ends(path):
+            exported[save_path].notes.append(
+                "The base's generation_config.json lacks an end token that its tokenizer names: give transformers' "
+                f"generate eos_token_id={ends}."
+            )
+    first = next(iter(exported.values()))
+    if of_head in exported:
+        first.notes.append(
+            f"The updates of the multi-token-prediction head are the adapter in the folder {MTP}, since transformers "
+            "has no class for the head. deltatune import reads it too; deltatune merge writes a whole model with it."
+        )
+    for folder, adapter in exported.items():
+        _write(folder, adapter)
+    return first
+
+
+def _write(folder: Path, adapter: PeftAdapter) -> None:
     try:
-        save_path.mkdir(parents=True, exist_ok=True)
-        write_tensors(save_path / PEFT_WEIGHTS, exported.tensors, {"format": "pt"})
-        text = json.dumps(exported.config, indent=2, sort_keys=True)
-        (save_path / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / PEFT_WEIGHTS, adapter.tensors, {"format": "pt"})
+        text = json.dumps(adapter.config, indent=2, sort_keys=True)
+        (folder / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{save_path}: the adapter cannot be written ({error.strerror}).") from error
-    return exported
+        raise UserError(f"{folder}: the adapter cannot be written ({error.strerror}).") from error
 
 
 def _give_one_alpha(adapters: list[Any]) -> None:
@@ -140,9 +160,7 @@ def to_peft_adapter(model: nn.Module, config: Mapping[str, Any], base_model: str
             f"PEFT refuses this adapter, since Mamba's kernels read {refused[0]} without its module; other readers of "
             'the format may take it. For PEFT, train with lora_parameters exclude ["*.out_proj"], or merge the adapter.'
         )
-    finished = exported.finish(first, base_model)
-    _name_class(finished, config)
-    return finished
+    return exported.finish(first, base_model)
 
 
 def _name_class(adapter: PeftAdapter, config: Mapping[str, Any]) -> None:

@@ -17,9 +17,10 @@ from ..errors import UserError, first_few
 from ..lora import save_adapters
 from ..lora.adapter_files import read_weights
 from ..lora.convert import install_adapters, make_adapters
+from ..lora.select import MTP
 from ..lora.weights import input_size
 from ..machine.json_files import read_json
-from ..models.adapted_base import LOADER, layers_for_mlx_vlm, loader_of
+from ..models.adapted_base import LOADER, add_head, layers_for_mlx_vlm, loader_of
 from ..models.load import load_model, load_vision_tower, locate
 from .module_names import Places, TransformersNames, short
 from .new_token_rows import install_rows, take_rows
@@ -70,18 +71,29 @@ class ImportedAdapter:
 def import_peft(model_path: str | Path, peft_path: str | Path, save_path: str | Path) -> ImportedAdapter:
     """Convert an adapter of PEFT for a checkpoint that MLX loads, and write it as deltatune and mlx-lm save theirs.
 
-    The checkpoint is in Hugging Face's layout or MLX's, quantised or not. An adapter that is not LoRA or DoRA, has
-    parts that MLX's format cannot express, or is for another model, is a UserError.
+    The checkpoint is in Hugging Face's layout or MLX's, quantised or not. The folder may hold the adapter of a
+    multi-token-prediction head in its folder `mtp`, beside another or alone; MLX's format has both in one. An adapter
+    that is not LoRA or DoRA, has parts that MLX's format cannot express, or is for another model, is a UserError.
     """
     peft_path = Path(peft_path)
     path = locate(model_path)
-    config, tensors = _read(peft_path)
-    if any(".visual." in name for name in tensors):
+    folders = [folder for folder in (peft_path, peft_path / MTP) if (folder / PEFT_CONFIG).is_file()] or [peft_path]
+    read = {folder: _read(folder) for folder in folders}
+    if any(".visual." in name for _, tensors in read.values() for name in tensors):
         model = load_vision_tower(path)
     else:
         model, _ = load_model(path, lazy=True)
-    imported = _converted(model, read_json(path / "config.json"), config, tensors, peft_path)
-    _install(model, imported, peft_path)
+    if peft_path / MTP in read:
+        add_head(model, path)
+    model_config = read_json(path / "config.json")
+    parts = {folder: _converted(model, model_config, *both, folder) for folder, both in read.items()}
+    for folder, part in parts.items():
+        # PEFT has no dropout for experts, and MLX's format one for all.
+        part.dropout = max(other.dropout for other in parts.values())
+        _install(model, part, folder)
+    imported = parts[folders[0]]
+    for part in parts.values():
+        imported.factors |= part.factors
     layers = layers_for_mlx_vlm(model)
     options: dict[str, Any] = {"model": str(model_path), LOADER: loader_of(model)}
     options |= {} if layers is None else {"num_layers": layers}

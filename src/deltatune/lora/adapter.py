@@ -72,10 +72,6 @@ class Adapter(nn.Module):
         """Return the base's weight with the update added, in fp32 and dense."""
         raise NotImplementedError
 
-    def stored(self) -> dict[str, Any]:
-        """Return the adapter's tensors as an adapter of the base is saved, by name."""
-        return {leaf: self[leaf] for leaf in ADAPTER_LEAVES if leaf in self}
-
     def unfreeze_adapter(self) -> None:
         """Make this adapter's own parameters trainable and freeze the base."""
         self.freeze()

@@ -118,8 +118,6 @@ def adapter_state(model: nn.Module) -> tuple[dict[str, mx.array], dict[str, Any]
 
 
 def _stored(adapter: nn.Module) -> dict[str, Any]:
-    if isinstance(adapter, Adapter):
-        return adapter.stored()
     return {key: adapter[key] for key in ADAPTER_LEAVES if key in adapter}
 
 

@@ -18,7 +18,6 @@ from ..errors import UserError
 from ..options.config import LoraConfig
 from .adapter import Adapter
 from .new_rows import grown_tables, unfreeze_new_rows
-from .pissa import with_pissa
 from .select import MTP, Selection, adapter_class, check_parts, chosen_layers, part_of, select
 from .weights import dense_weight, is_quantized, quantization
 
@@ -92,14 +91,8 @@ def convert_to_lora(
         equal = {path: rank for path in selection.ranks if selection.ranks[path] == rank}
         # They share one number for their scale, by which adapters that can be computed together are found.
         made |= make_adapters(model, equal, config.scale_at(rank), config.dropout, dora=dora)
-    notes = _notes(selection.targets, dora)
-    if config.init == "pissa":
-        if dora:
-            raise UserError("init: pissa is a start of LoRA, and fine_tune_type is dora; leave one of them out.")
-        made, more = with_pissa(made, config.dropout)
-        notes += more
     install_adapters(model, made)
-    return ConversionReport(list(selection.targets), selection.skipped, notes)
+    return ConversionReport(list(selection.targets), selection.skipped, _notes(selection.targets, dora))
 
 
 def make_adapters(

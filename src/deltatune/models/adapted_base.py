@@ -155,7 +155,7 @@ def _completely_adapted_layers(model: nn.Module) -> int | None:
 
 
 # The model types with heads that tests train.
-_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
+_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "glm_moe_dsa")
 # The first mlx-vlm that loads a head beside its model.
 _SINCE = "0.7.10"
 
@@ -216,8 +216,8 @@ def _stored(path: Path) -> tuple[Any, dict[str, Any], bool]:
     if not holding:
         raise UserError(
             f"mtp: model {path} ({config['model_type']}) has no multi-token-prediction head that can be trained: "
-            "tensors mtp.* of a Qwen3.5, Qwen3-Next or Nemotron-H model were expected. Converted checkpoints often "
-            "lack them: take the original model, or leave mtp out."
+            "the tensors of that of a Qwen3.5, Qwen3-Next, Nemotron-H or GLM-5 model were expected. Converted "
+            "checkpoints often lack them: take the original model, or leave mtp out."
         )
     of_mlx = splitter.supports_mlx_source and any(header.metadata.get("format") == "mlx" for header in holding)
     return splitter, config, of_mlx

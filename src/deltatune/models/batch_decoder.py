@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
@@ -469,30 +468,13 @@ def answer_all(
             rows = min(rows, len(prompts))
             decoder = BatchDecoder(model, rows, tokenizer.eos_token_ids, max_tokens, compiled=compiled)
             return decoder.run(prompts, sampler)
-        choose = chooser_of(sampler)
-        healthy = [mx.array(True)]
+        rows = min(rows, backend.here(_ROWS_OF_MLX_LM, ROWS))
+        generator = AnswerGenerator(model, rows, tokenizer.eos_token_ids, max_tokens, _log_probabilities)
+        return [answer.tokens for answer in generator.answers(prompts, chooser_of(sampler))]
 
-        def checked(logprobs: mx.array) -> mx.array:
-            chosen = choose(logprobs)
-            healthy[0] = healthy[0] & mx.isfinite(chosen.figures).all()
-            # Computed with the tokens, it holds no log-probabilities.
-            return mx.depends([chosen.tokens], healthy)[0]
 
-        batch_size = min(rows, backend.here(_ROWS_OF_MLX_LM, ROWS))
-        response = batch_generate(
-            model,
-            tokenizer,
-            [list(prompt) for prompt in prompts],
-            max_tokens=max_tokens,
-            sampler=checked,
-            completion_batch_size=batch_size,
-            prefill_batch_size=batch_size,
-            return_token_ids=True,
-        )
-    assert response.token_ids is not None
-    if not healthy[0].item():
-        raise NotFiniteError(*([*row, *answer] for row, answer in zip(prompts, response.token_ids, strict=True)))
-    return response.token_ids
+def _log_probabilities(every: mx.array, tokens: mx.array) -> mx.array:
+    return mx.take_along_axis(every, tokens[:, None], axis=-1).T
 
 
 def can_be_joined(model: nn.Module) -> bool:

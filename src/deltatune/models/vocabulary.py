@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -201,22 +200,3 @@ def with_vocab_size(config: dict[str, Any], old: int, new: int) -> dict[str, Any
     for part in [part for part in parts if part.get("vocab_size") == old] or parts[-1:]:
         part["vocab_size"] = new
     return config
-
-
-def noisy_embedding(model: nn.Module, alpha: float) -> AbstractContextManager[None]:
-    """Return a context that adds noise to each embedding that is looked up in training mode (NEFTune).
-
-    It is drawn uniformly from -b to b with b = alpha / sqrt(T D), where rows have T tokens, padding included, and
-    embeddings D numbers; the authors use an alpha of 5 to 15. The model's modules must not be replaced meanwhile.
-
-    Source: arXiv 2310.05914; transformers' neftune_post_forward_hook.
-    """
-
-    def noisy(module: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        embedded = call(*arguments, **options)
-        if not module.training:
-            return embedded
-        bound = alpha / (embedded.shape[-2] * embedded.shape[-1]) ** 0.5
-        return embedded + mx.random.uniform(-bound, bound, embedded.shape).astype(embedded.dtype)
-
-    return calls_through([next(iter(token_tables(model).values()))], noisy)

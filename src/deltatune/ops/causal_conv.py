@@ -21,38 +21,27 @@ def causal_conv(
     bias: mx.array | None = None,
     *,
     initial_state: mx.array | None = None,
-    mask: mx.array | None = None,
     segments: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Compute y[t, c] = bias[c] + sum over j of weight[c, j] x[t - (K - 1) + j, c], and the state to continue with.
+) -> mx.array:
+    """Return y[t, c] = bias[c] + sum over j of weight[c, j] x[t - (K - 1) + j, c], [B, T, C] in x's dtype.
 
     x is [B, T, C], T >= 1, fp32, fp16 or bf16, the weight [C, K] and the bias [C]; the last column of the weight
     multiplies the present token. initial_state [B, K - 1, C] has the inputs just before x, oldest first, which count as
-    part of the first segment; None means zeros. The input of a token that is False in the mask [B, T] counts as zeros;
-    its output is still computed. Within segments [B, T], integers that never decrease along T, an output depends on
-    inputs of its own segment only. y [B, T, C] has x's dtype, with fp32 sums. The state [B, K - 1, C] are the last
-    inputs after the mask, with zeros for those of an earlier segment than the last token's. ValueError for a shape that
-    does not fit. Source: `GatedDeltaNet` in mlx_lm/models/qwen3_5.py, `ShortConv1d` in kimi_linear.py.
+    part of the first segment; None means zeros. Within segments [B, T], integers that never decrease along T, an output
+    depends on inputs of its own segment only. Sums are in fp32. Source: `GatedDeltaNet` in mlx_lm/models/qwen3_5.py,
+    `ShortConv1d` in kimi_linear.py.
     """
-    _check(x, weight, bias, initial_state, mask, segments)
-    B, T, C = x.shape
+    B, _, C = x.shape
     history = weight.shape[1] - 1
-    if mask is not None:
-        x = mx.where(mask[..., None], x, mx.zeros((), x.dtype))
     if initial_state is None:
         initial_state = mx.zeros((B, history, C), x.dtype)
     padded = mx.concatenate([initial_state.astype(x.dtype), x], axis=1)
-    state = padded[:, T:]
-    if segments is None:
-        y = _shifted_products(padded, weight)
-    else:
+    segment = None
+    if segments is not None:
         first = mx.broadcast_to(segments[:, :1], (B, history))
         segment = mx.stop_gradient(mx.concatenate([first, segments], axis=1)[..., None])
-        y = _shifted_products(padded, weight, segment)
-        state = mx.where(segment[:, T:] == segment[:, -1:], state, mx.zeros((), x.dtype))
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
-    return y, state
+    y = with_gradient(_forward, _backward)(padded, weight, segment)
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def is_faster() -> bool:
@@ -69,12 +58,7 @@ def joined_conv(x: mx.array, weight: mx.array, segments: mx.array | None = None)
     if segments is None and backend.device() == "metal":
         return mx.conv1d(x, weight[..., None], groups=weight.shape[0])
     history = weight.shape[1] - 1
-    return causal_conv(x[:, history:], weight, initial_state=x[:, :history], segments=segments)[0]
-
-
-def _shifted_products(padded: mx.array, weight: mx.array, segment: mx.array | None = None) -> mx.array:
-    """Convolve padded [B, T+K-1, C] with weight [C, K] to [B, T, C], within segment [B, T+K-1, 1] if it is given."""
-    return with_gradient(_forward, _backward)(padded, weight, segment)
+    return causal_conv(x[:, history:], weight, initial_state=x[:, :history], segments=segments)
 
 
 def _backward(primals, cotangent, _output):
@@ -94,6 +78,7 @@ def _backward(primals, cotangent, _output):
 
 @mx.compile
 def _forward(padded, weight, segment):
+    """Convolve padded [B, T+K-1, C] with weight [C, K] to [B, T, C], within segment [B, T+K-1, 1] if it is given."""
     K = weight.shape[1]
     T = padded.shape[1] - (K - 1)
     products = []
@@ -139,19 +124,3 @@ def _sum_over_tokens(product: mx.array) -> mx.array:
         return product.sum(axis=(0, 1))
     total = product[:, :in_blocks].reshape(B, -1, BLOCK, C).sum(axis=2).sum(axis=(0, 1))
     return total + product[:, in_blocks:].sum(axis=(0, 1)) if in_blocks < T else total
-
-
-def _check(x, weight, bias, initial_state, mask, segments) -> None:
-    if x.ndim != 3 or x.shape[1] < 1:
-        raise ValueError(f"causal_conv: x must be [B, T, C] with T >= 1, got {list(x.shape)}.")
-    B, T, C = x.shape
-    if weight.ndim != 2 or weight.shape[0] != C or weight.shape[1] < 1:
-        raise ValueError(f"causal_conv: weight must be [C, K] = [{C}, K], got {list(weight.shape)}.")
-    for name, array, shape in (
-        ("bias", bias, (C,)),
-        ("initial_state", initial_state, (B, weight.shape[1] - 1, C)),
-        ("mask", mask, (B, T)),
-        ("segments", segments, (B, T)),
-    ):
-        if array is not None and tuple(array.shape) != shape:
-            raise ValueError(f"causal_conv: {name} must be {list(shape)}, got {list(array.shape)}.")

@@ -262,31 +262,20 @@ def _chunk_forward(logits, targets, weights):
     logits = logits.astype(mx.float32)
     target_logits = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
     probabilities = mx.softmax(logits, axis=-1)
-    if backend.device() == "cpu":
-        # Taking the normaliser from the softmax saves the second exponential per logit that logsumexp would compute.
-        normalizer = logits.max(axis=-1) - mx.log(probabilities.max(axis=-1))
-    else:
-        normalizer = mx.logsumexp(logits, axis=-1)
-    losses = normalizer - target_logits
+    # Taking the normaliser from the softmax saves the second exponential per logit that logsumexp would compute.
+    losses = logits.max(axis=-1) - mx.log(probabilities.max(axis=-1)) - target_logits
     return (losses if weights is None else losses * weights).sum(), losses, probabilities
 
 
 def _chunk_backward(primals, cotangents, outputs):
     logits, targets, weights = primals
     probabilities = outputs[2]
-    target_columns = targets[:, None]
-    scale = None if weights is None else (weights * cotangents[0])[:, None]
-    if backend.device() == "cpu":
-        # mx.where takes one pass over the chunk; put_along_axis would copy the chunk first.
-        is_target = mx.arange(logits.shape[-1])[None] == target_columns
-        d_logits = mx.where(is_target, probabilities - 1, probabilities)
-        d_logits = (d_logits if scale is None else d_logits * scale).astype(logits.dtype)
-    else:
-        d_target = mx.take_along_axis(probabilities, target_columns, axis=-1) - 1
-        if scale is not None:
-            probabilities, d_target = probabilities * scale, d_target * scale
-        d_logits = probabilities.astype(logits.dtype)
-        d_logits = mx.put_along_axis(d_logits, target_columns, d_target.astype(logits.dtype), axis=-1)
+    # mx.where takes one pass over the chunk; put_along_axis would copy the chunk first.
+    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
+    d_logits = mx.where(is_target, probabilities - 1, probabilities)
+    if weights is not None:
+        d_logits = d_logits * (weights * cotangents[0])[:, None]
+    d_logits = d_logits.astype(logits.dtype)
     return (d_logits, mx.zeros_like(targets), *([] if weights is None else [mx.zeros_like(weights)]))
 
 

@@ -33,11 +33,11 @@ class LayerCut:
     axis: int
     bounds: tuple[int, ...]
 
-    @property
-    def spans(self) -> list[Turn]:
-        """Where each piece begins and ends."""
+    def spans(self, *, inner: bool = False) -> list[Turn]:
+        """Return where each piece begins and ends; the trace of a plan has the fewest of an `inner` layer."""
         # The second piece of a row gets something of the first, and the one before the last gives something to it.
-        return turns(self.bounds, 2, 2) if self.axis == TOKENS else turns(self.bounds)
+        ends = 2 if self.axis == TOKENS and not inner else 1
+        return turns(self.bounds, ends, ends)
 
     def part(self, x: mx.array, span: Sequence[int]) -> mx.array:
         """Return the part of x [B, T, ...] that belongs to a piece."""

@@ -148,7 +148,8 @@ def in_pieces(
         # Whole rows hand nothing on.
         options["cache"] = carry.empty
         carry = Carry()
-    pieces = _Pieces(layer, module, paths, carry, cut, options, told.segments, told.side_outputs is not None)
+    spans = cut.spans(inner=any(layer is module for layer in told.inner_layers))
+    pieces = _Pieces(layer, module, paths, carry, cut, spans, options, told.segments, told.side_outputs is not None)
     with repeatable() as key:
         y, *more = with_gradient(pieces.forward, pieces.backward)(mx.stop_gradient(key), *parameters, x)
         # The next layer has to draw other random numbers than this one.
@@ -166,15 +167,12 @@ class _Pieces:
     paths: list[str]
     carry: Carry
     cut: LayerCut
+    # Where each piece begins and ends.
+    spans: list[Turn]
     options: dict[str, Any]
     documents: mx.array | None
     # Whether the layer's side outputs are collected.
     collects: bool
-
-    @property
-    def spans(self) -> list[Turn]:
-        """Where each piece begins and ends."""
-        return self.cut.spans
 
     @property
     def saved(self) -> int:

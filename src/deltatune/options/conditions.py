@@ -22,10 +22,6 @@ class Facts(NamedTuple):
     turns: bool = True
 
 
-def _adapts(c: TrainConfig) -> bool:
-    return c.fine_tune_type != "full" and not c.from_scratch
-
-
 def _makes_rate(c: TrainConfig) -> bool:
     return c.optimizer.lower() == "adafactor" and (c.optimizer_config.get("adafactor") or {}).get("relative_step", True)
 
@@ -73,23 +69,23 @@ TRAINING: Conditions = {
     "steps_per_eval": (
         "where val_batches is not 0, or with sample_prompts", lambda c, f: c.val_batches or c.sample_prompts),
     "reward_funcs reward_weights reward_timeout reward_errors": ("with loss: grpo", lambda c, f: c.loss == "grpo"),
-    "sample_max_tokens": ("with sample_prompts", lambda c, f: c.sample_prompts),
     "optimizer_config": ("in the entry of the chosen optimizer", lambda c, f: not _other_entries(c)),
-    "learning_rate lr_schedule warmup loraplus_lr_ratio": (
+    "learning_rate lr_schedule warmup": (
         "where adafactor has relative_step: false, and does not make its own rate", lambda c, f: not _makes_rate(c)),
     "learning_rate warmup": (
         "without a mapping of lr_schedule, which has its own rate and warmup",
         lambda c, f: not isinstance(c.lr_schedule, dict)),
     "lr_schedule.warmup_init": ("with a warmup above 0", lambda c, f: c.lr_schedule.get("warmup")),
-    "rank rank_pattern scale alpha dropout keys exclude rslora init loraplus_lr_ratio resume_adapter_file keep": (
-        "where adapters train, not with fine_tune_type: full or from_scratch", lambda c, f: _adapts(c)),
+    "rank rank_pattern scale alpha dropout keys exclude rslora resume_adapter_file keep": (
+        "where adapters train, not with fine_tune_type: full or from_scratch",
+        lambda c, f: c.fine_tune_type != "full" and not c.from_scratch),
     "num_layers": (
         "without from_scratch, which trains all layers, and without layers, which names them",
         lambda c, f: not c.from_scratch and c.lora_parameters.layers is None),
     "num_layers layers layer_kinds": ("where parts has language", lambda c, f: "language" in c.trained_parts),
     "chat_turns": ("without mask_prompt: false, which counts every token", lambda c, f: c.mask_prompt is not False),
     "min_pixels max_pixels fps video_max_frames": ("for rows with images or videos", lambda c, f: f.pictures),
-    "router_aux_loss_coef router_z_loss_coef": (
+    "router_aux_loss_coef": (
         "for a model with a router that deltatune knows", lambda c, f: f.routers),
     "chat_turns chat_template_config": ("for rows that are not plain text", lambda c, f: f.turns),
 }  # fmt: skip

@@ -104,12 +104,6 @@ class LoraConfig:
         range=FINITE,
     )
     rslora: bool = _tune(False, "divide the scale by the square root of the rank", flag=False)
-    init: str = _tune(
-        "zero",
-        "where adapters start: at no update (zero), or at the principal part of the weight (pissa)",
-        flag=False,
-        choices=("zero", "pissa"),
-    )
 
     def __post_init__(self) -> None:
         fix(self)
@@ -247,10 +241,6 @@ class TrainConfig:
     router_aux_loss_coef: float = _loss(
         0.0, "weight of the load-balancing loss of a mixture's routers", range=NOT_NEGATIVE
     )
-    router_z_loss_coef: float = _loss(0.0, "weight of the z-loss of a mixture's routers", range=NOT_NEGATIVE)
-    neftune_noise_alpha: float | None = _loss(
-        None, "size of NEFTune's noise on the embeddings, such as 5", range=POSITIVE
-    )
     reward_funcs: list[str] = _rollouts(
         list,
         "reward functions: FILE.py:FUNCTION,FUNCTION, command:PROGRAM, or exact, marked, regex:PATTERN, json:FIELDS, "
@@ -277,9 +267,6 @@ class TrainConfig:
         None,
         "largest learning rate; default: 2e-4, or 1e-5 for preferences and rewards; in full fine-tuning a tenth of it",
         range=POSITIVE,
-    )
-    loraplus_lr_ratio: float | None = _optimizer(
-        None, "factor of the learning rate of the B matrices (LoRA+)", range=POSITIVE
     )
     lr_schedule: dict[str, Any] | str = _optimizer(
         "cosine",
@@ -310,7 +297,7 @@ class TrainConfig:
     )
     lora_parameters: LoraConfig = _tune(
         LoraConfig,
-        "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers, rslora and init",
+        "options of the adapters: rank, scale, dropout, keys, exclude, layer_kinds, layers and rslora",
         flag=False,
     )
     resize_embeddings: bool = _tune(
@@ -393,10 +380,10 @@ class TrainConfig:
     )
     sample_prompts: list[str] = _save(
         list,
-        "prompts that the model answers before, during and after training; a name that ends with .jsonl stands for "
-        "the prompts, chats or texts in the rows of that file",
+        "prompts that the model answers before, during and after training, with up to 100 tokens, or "
+        "max_completion_length where the loss samples answers; a name that ends with .jsonl stands for the prompts, "
+        "chats or texts in the rows of that file",
     )
-    sample_max_tokens: int = _save(100, "largest number of tokens in an answer to sample_prompts", range=COUNT)
     early_stopping: int | None = _run(
         None, "stop training after this many evaluations without a lower loss", range=COUNT
     )
@@ -411,12 +398,6 @@ class TrainConfig:
         words=("language", "vision", "projector"),
     )
     resume_adapter_file: str | None = _tune(None, "file of adapter weights to start from")
-    clear_cache_threshold: int | None = _run(
-        None,
-        "size, such as 4GB: after an iteration that leaves more freed memory with MLX, all of it is given back; by "
-        "default MLX keeps what the next step needs",
-        range=Range(least=0, most=2**63 - 1, size=True),
-    )
     memory: int | None = _run(
         None,
         "size, such as 12GB, of the arrays that the run may hold: frozen layers that do not fit, with loss: distill "
@@ -480,10 +461,6 @@ class TrainConfig:
             raise UserError("resume continues the run that overwrite would delete; give one of them.")
         if self.from_scratch and self.fine_tune_type == "dora":
             raise UserError(NO_TYPE_FROM_SCRATCH.format(self.fine_tune_type))
-        if self.lora_parameters.init == "pissa" and self.resume_adapter_file is not None:
-            raise UserError(
-                "init: pissa starts new adapters, and resume_adapter_file takes saved ones; leave one of them out."
-            )
         if self.from_scratch:
             vars(self).update(fine_tune_type="full", num_layers=-1)
         if self.memory is not None:
@@ -508,12 +485,9 @@ class TrainConfig:
     @property
     def trains_base(self) -> str | None:
         """The option with which the base model's weights change, as a clause; None where all of them stay frozen."""
-        changes = {
-            "from_scratch trains them": self.from_scratch,
-            "fine_tune_type: full trains them": self.fine_tune_type == "full",
-            "init: pissa changes them": self.lora_parameters.init == "pissa",
-        }
-        return next((clause for clause, applies in changes.items() if applies), None)
+        if self.from_scratch:
+            return "from_scratch trains them"
+        return "fine_tune_type: full trains them" if self.fine_tune_type == "full" else None
 
     @property
     def has_preferences(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # The options that stand under lora_parameters in a file, and all that have no flag.
-_OF_ADAPTERS = ("rank", "alpha", "scale", "dropout", "keys", "exclude", "rslora", "init")
+_OF_ADAPTERS = ("rank", "alpha", "scale", "dropout", "keys", "exclude", "rslora")
 _IN_FILES = ("hf_dataset", "lora_parameters", "optimizer_config", "text_feature", *_OF_ADAPTERS)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-# The versions that the records were tried with. pyproject.toml asks for the lowest ones, scripts/compat tries them.
+# The versions that the records were tried with. pyproject.toml asks for the lowest ones, `make floors` tries them.
 # `deltatune` says where another one is installed; the evidence decides.
 TRIED = {"mlx": ">=0.32.2,<=0.32.4", "mlx_lm": ">=0.32.0,<=0.32.2", "mlx_vlm": ">=0.7.0,<=0.7.10"}
 

@@ -26,7 +26,12 @@ _STRIDES = 80
 _ITEM_SIZE = 196
 _SEARCHED = 376
 # mlx/primitives.h: a primitive starts with its vtable and its stream (20 bytes); members of its own class follow.
-STATE = 24
+_STATE = 24
+# The members start, end and step of Slice, and shape and strides of AsStrided, are SmallVectors of 72 bytes each.
+_STEPS = _STATE + 144
+_STRIDES_AS_GIVEN = _STATE + 72
+# The size of a block in which memory that does not change is read.
+_BLOCK = 1 << 16
 
 Read = Callable[[int, int], bytes]
 
@@ -84,6 +89,23 @@ def _darwin() -> Read:
     return read
 
 
+def _in_blocks(read: Read) -> Read:
+    """A function like `read` for memory that does not change: it reads whole blocks, and keeps them."""
+    blocks: dict[int, bytes] = {}
+
+    def read_in_blocks(address: int, size: int) -> bytes:
+        number, start = divmod(address, _BLOCK)
+        if number not in blocks:
+            try:
+                blocks[number] = read(number * _BLOCK, _BLOCK)
+            except UnreadableError:
+                blocks[number] = b""
+        part = blocks[number][start : start + size]
+        return part if len(part) == size else read(address, size)
+
+    return read_in_blocks
+
+
 def words(data: bytes) -> tuple[int, ...]:
     """`data` as unsigned integers of 8 bytes."""
     return struct.unpack(f"<{len(data) // 8}Q", data)
@@ -124,6 +146,12 @@ class ArrayLayout:
         _verify(layout)
         return layout
 
+    def of_unchanged(self) -> ArrayLayout:
+        """The layout for reading arrays of which none is made or changed meanwhile, several times as fast."""
+        layout = ArrayLayout(_in_blocks(self.read), self._primitive, self._inputs, self._siblings)
+        layout._kinds = self._kinds
+        return layout
+
     def address(self, array: mx.array) -> int:
         """The address of the description of `array`; all Python objects of one lazy array share it."""
         return address(self.read, array)
@@ -151,23 +179,27 @@ class ArrayLayout:
             self._kinds[table] = _class_name(self.read, table)
         return self._kinds[table]
 
-    def vector(self, primitive: int, offset: int = STATE) -> tuple[int, ...]:
-        """The integers of the std::vector<int> that lies `offset` bytes into a primitive."""
-        begin, end = words(self.read(primitive + offset, 16))
-        return struct.unpack(f"<{(end - begin) // 4}i", self.read(begin, end - begin)) if end > begin else ()
+    def arguments(self, primitive: int, kind: str) -> tuple[int, ...]:
+        """The arguments on which the layout of a primitive's output depends; none of a kind without any.
 
-    def small_vector(self, primitive: int, offset: int, item: str = "i") -> tuple[int, ...]:
-        """The integers of the MLX SmallVector that lies `offset` bytes into a primitive.
-
-        `item` is their struct format: "i" (32 bits) for shapes and "q" (64 bits) for strides.
+        They are axes, the steps of a slice, the strides of a strided view, or whether columns count as contiguous.
         """
-        begin, end = words(self.read(primitive + offset + 8, 16))
+        if kind in ("ExpandDims", "Squeeze", "Transpose"):
+            return self._vector(primitive + _STATE)
+        if kind == "Slice":
+            return self._vector(primitive + _STEPS + 8)
+        if kind == "AsStrided":
+            return self._vector(primitive + _STRIDES_AS_GIVEN + 8, "q")
+        return tuple(self.read(primitive + 20, 1)) if kind == "Contiguous" else ()
+
+    def _vector(self, at: int, item: str = "i") -> tuple[int, ...]:
+        """The integers of a std::vector<int>, or of the part of a SmallVector behind its first 8 bytes.
+
+        `item` is their struct format: "i" (32 bits) or "q" (64 bits).
+        """
+        begin, end = words(self.read(at, 16))
         size = struct.calcsize(item)
         return struct.unpack(f"<{(end - begin) // size}{item}", self.read(begin, end - begin)) if end > begin else ()
-
-    def flag(self, primitive: int) -> bool:
-        """The bool that is the first member of a primitive's own class."""
-        return bool(self.read(primitive + 20, 1)[0])
 
 
 def address(read: Read, array: Any) -> int:
@@ -291,9 +323,8 @@ def _verify(layout: ArrayLayout) -> None:
     quotient, remainder = mx.divmod(base, base)
     positions = [layout.describe(layout.address(array)).position for array in (quotient, remainder)]
     as_expected = plain.strides == (12, 4, 1) and positions == [0, 1]
-    as_expected &= layout.vector(axes.primitive) == (2, 0, 1)
-    as_expected &= layout.small_vector(piece.primitive, STATE) == (1, 0, 1)
-    as_expected &= layout.small_vector(piece.primitive, STATE + 144) == (1, 2, 1)
-    as_expected &= layout.small_vector(windowed.primitive, STATE + 72, "q") == (1, 3)
+    as_expected &= layout.arguments(axes.primitive, "Transpose") == (2, 0, 1)
+    as_expected &= layout.arguments(piece.primitive, "Slice") == (1, 2, 1)
+    as_expected &= layout.arguments(windowed.primitive, "AsStrided") == (1, 3)
     if not as_expected:
         raise LayoutError("axes, steps or strides of a primitive are not at the expected offsets")

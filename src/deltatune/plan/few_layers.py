@@ -88,6 +88,17 @@ class FewLayers(NamedTuple):
         """The choice of all layers."""
         return self._replace(chosen=list(range(len(self.kinds))))
 
+    @property
+    def inner(self) -> list[int] | None:
+        """The positions among the kept layers whose peaks layers of their kinds behind them tell; None without loops.
+
+        The last two layers are not among them, near which a step needs the most.
+        """
+        if not self.shortened:
+            return None
+        layers = self.kept
+        return [at for at in range(len(layers) - 2) if layers[at] in layers[at + 1 :]]
+
     def chosen_from(self, lowest: int) -> int:
         """How many of the kept layers are the layer `lowest` or above it."""
         return sum(at >= lowest for at in self.chosen)

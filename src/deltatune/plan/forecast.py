@@ -241,15 +241,13 @@ class Steps:
     def _simulated(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace | None, waits: bool) -> _Short | None:
         model, layout = self.model, self._layout
         with only(model, few):
-            built = trace_step(
-                model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, shortened=few.shortened
-            )
-            machines = [simulate_step(built, layout, queued=queued) for queued in _QUEUED]
-            tower = simulate_tower(built, layout)
+            built = trace_step(model, self.config, shape, layout, few.checkpoints, layer_inputs=inputs, inner=few.inner)
+            machines = [simulate_step(built, queued=queued) for queued in _QUEUED]
+            tower = simulate_tower(built)
         places = places_of(built, machines[0].evaluated, self._layers.paths[: len(few.chosen)])
         if not few.all and not serves(few, places):
             return None
-        waiting = Measured.of(few, places, simulate_step(built, layout, 0)) if waits else None
+        waiting = Measured.of(few, places, simulate_step(built, 0)) if waits else None
         # A graph without cycles is freed at once, and the collector has little to look through.
         for node in machines[0].evaluated:
             for sibling in node.siblings:

@@ -16,14 +16,14 @@ class Node:
     """One array: a leaf, which exists already and has an empty `kind`, or an output of a primitive of that `kind`.
 
     `strides` are set for leaves. `siblings` are the primitive's other outputs, and `position` is this one's index
-    among all of them. `size` counts elements.
+    among all of them. `size` counts elements. `arguments` are those of ArrayLayout.arguments().
     """
 
     address: int
     shape: tuple[int, ...]
     item_size: int
     kind: str = ""
-    primitive: int = 0
+    arguments: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     inputs: list[Node] = field(default_factory=list)
     siblings: list[Node] = field(default_factory=list)
@@ -42,6 +42,7 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
 
     Arrays at the addresses of `leaves` count as values, although they may have a primitive.
     """
+    layout = layout.of_unchanged()
     nodes: dict[int, Node] = {}
     starts = [layout.address(array) for array in outputs]
     stack = list(starts)
@@ -57,7 +58,7 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
         if at in leaves or not seen.primitive:
             continue
         node.kind = layout.kind(seen.primitive)
-        node.primitive = seen.primitive
+        node.arguments = layout.arguments(seen.primitive, node.kind)
         links.append((node, seen.inputs, seen.siblings))
         stack += seen.inputs
         stack += seen.siblings

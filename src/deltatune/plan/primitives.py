@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from .array_layout import STATE, ArrayLayout
 from .graph import Node
 from .storage import Buffer, StoredArray, contiguity, dense, product, reshaped
 
@@ -23,8 +22,6 @@ _SPARE = 16384
 
 class Machine(Protocol):
     """The interface of the simulation for a rule while its primitive runs."""
-
-    layout: ArrayLayout
 
     def allocate(self, size: int, kind: str) -> Buffer:
         """A new buffer of `size` bytes."""
@@ -149,7 +146,7 @@ def _copying(is_vector: Callable[[StoredArray], bool], writes: int = 1, *, same_
 def _contiguous(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     one = inputs[0]
     fits = one.buffer.size <= node.size * node.item_size + _SPARE
-    return [one.of(node)] if fits and (one.row or (one.column and machine.layout.flag(node.primitive))) else None
+    return [one.of(node)] if fits and (one.row or (one.column and node.arguments[0])) else None
 
 
 def _reading(is_read: Callable[[StoredArray], bool], count: int | None = None) -> Rule:
@@ -264,19 +261,19 @@ def _broadcast(_machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> 
 
 def _expand(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     strides = list(inputs[0].strides)
-    for axis in machine.layout.vector(node.primitive):
+    for axis in node.arguments:
         strides.insert(axis, 1)
     return [inputs[0].of(node, strides=tuple(strides))]
 
 
 def _squeeze(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    axes = set(machine.layout.vector(node.primitive))
-    return [inputs[0].of(node, strides=tuple(step for at, step in enumerate(inputs[0].strides) if at not in axes))]
+    steps = enumerate(inputs[0].strides)
+    return [inputs[0].of(node, strides=tuple(step for at, step in steps if at not in node.arguments))]
 
 
 def _transpose(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
     one = inputs[0]
-    strides = tuple(one.strides[axis] for axis in machine.layout.vector(node.primitive))
+    strides = tuple(one.strides[axis] for axis in node.arguments)
     whole = one.contiguous and one.data_size == one.size
     return [one.of(node, strides=strides, flags=(True, *contiguity(node.shape, strides)[1:]) if whole else None)]
 
@@ -284,15 +281,13 @@ def _transpose(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> l
 def _slice(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray] | None:
     if not node.size:
         return None
-    # mlx/primitives.h: the members start, end and step are SmallVector<int, 10>, 72 bytes each.
-    steps = machine.layout.small_vector(node.primitive, STATE + 144)
-    strides = tuple(step * every for step, every in zip(inputs[0].strides, steps, strict=True))
+    strides = tuple(step * every for step, every in zip(inputs[0].strides, node.arguments, strict=True))
     data_size, spanned, row, column = _spanned(node, strides)
     return [inputs[0].of(node, strides=strides, data_size=data_size, flags=(spanned == data_size, row, column))]
 
 
 def _as_strided(machine: Machine, node: Node, inputs: Sequence[StoredArray]) -> list[StoredArray]:
-    strides = machine.layout.small_vector(node.primitive, STATE + 72, "q")
+    strides = node.arguments
     data_size, spanned, row, column = _spanned(node, strides)
     contiguous = spanned == data_size and all(step >= 0 for step in strides)
     return [inputs[0].of(node, strides=strides, data_size=data_size, flags=(contiguous, row, column))]

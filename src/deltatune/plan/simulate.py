@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..machine import environment
-from .array_layout import ArrayLayout
 from .graph import Node, all_nodes
 from .primitives import VIEWS, run_primitive
 from .storage import Buffer, StoredArray, dense, strided
@@ -78,8 +77,7 @@ class Simulation:
     bytes are alive, MLX waits for queued tasks. The first task has `queued` operations already.
     """
 
-    def __init__(self, layout: ArrayLayout, pace: Pace, brake: int | None = None, queued: int = 0):
-        self.layout = layout
+    def __init__(self, pace: Pace, brake: int | None = None, queued: int = 0):
         self._pace = pace
         self._brake = brake
         self.stored: dict[int, StoredArray] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def _start(
     if teacher is not None and config.memory is None:
         arrays += _leaves(teacher.state)
     shared_buffers = _shared_buffers(step, model, layout)
-    machine = Simulation(layout, backend.here(PACES))
+    machine = Simulation(backend.here(PACES))
     nodes = read(layout, arrays, _addresses(layout, arrays))
     machine.add_leaves(nodes, shared_buffers)
     parameters = _leaves(model.parameters())
@@ -182,11 +182,12 @@ def trace_step(
     checkpoints: Checkpoints | None = None,
     *,
     layer_inputs: InputsPlace | None = None,
-    shortened: bool = False,
+    inner: Collection[int] | None = None,
 ) -> TracedStep:
     """Build the graphs of one training iteration of the prepared `model` on a batch, which leaves it unchanged.
 
-    `checkpoints` and `layer_inputs` are as in forecast_step(); `shortened` leaves out most turns of long loops.
+    `checkpoints` and `layer_inputs` are as in forecast_step(). `inner` leaves out most turns of long loops, and most
+    pieces of the layers at these positions.
     UserError where options of `config` conflict.
     """
     as_trained = _as_trained(model, config, checkpoints)
@@ -199,7 +200,8 @@ def trace_step(
         if config.samples_answers or (config.loss == "distill" and config.memory is not None):
             blank = dataclasses.replace(blank, rollouts=blank_rollouts(shape.rows, shape.length, config))
         batch, features = blank_arrays(model, step.tower, blank, shape.images)
-        with trace.having(shortened=shortened):
+        inner_layers = [trained.layers[at].module for at in inner or ()]
+        with trace.having(shortened=inner is not None, inner_layers=inner_layers):
             first, second, gradients = _outputs(step, start.sums, batch)
         existing = _addresses(layout, start.arrays)
         # One evaluation of a step as a whole, many of one by layers.
@@ -322,11 +324,11 @@ def _as_trained(model: nn.Module, config: TrainConfig, checkpoints: Checkpoints 
             model.update(parameters)
 
 
-def simulate_tower(built: TracedStep, layout: ArrayLayout) -> Simulation | None:
+def simulate_tower(built: TracedStep) -> Simulation | None:
     """The simulated run of the vision tower on one frame; None where no tower runs before the step."""
     if built.tower is None:
         return None
-    machine = Simulation(layout, backend.here(PACES))
+    machine = Simulation(backend.here(PACES))
     machine.add_leaves([*built.held, *built.tower_reads], built.shared_buffers)
     machine.evaluate(built.tower.order, built.tower.outputs, built.tower.dropped)
     return machine
@@ -344,16 +346,16 @@ def simulate_forward(
     phases = _phases(layout, noted, existing)
     nodes = [node for phase in phases for node in all_nodes(phase.outputs)]
     made = {node.address for node in nodes if node.kind}
-    machine = Simulation(layout, backend.here(PACES), brake)
+    machine = Simulation(backend.here(PACES), brake)
     machine.add_leaves([*read(layout, held, existing), *_constants(nodes, existing | made)])
     for phase in phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine
 
 
-def simulate_step(built: TracedStep, layout: ArrayLayout, brake: int | None = None, *, queued: int = 0) -> Simulation:
+def simulate_step(built: TracedStep, brake: int | None = None, *, queued: int = 0) -> Simulation:
     """The simulated run of the step at the pace of MLX's default device; the numbers are those of Simulation."""
-    machine = Simulation(layout, backend.here(PACES), brake, queued)
+    machine = Simulation(backend.here(PACES), brake, queued)
     machine.add_leaves(built.held, built.shared_buffers)
     for phase in built.phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)

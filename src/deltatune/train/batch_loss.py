@@ -21,7 +21,7 @@ from ..ops.functional import differentiated_once, undisturbed
 from ..ops.segments import segments
 from ..ops.tracing import side_outputs
 from .tree import from_host
-from .updates.routers import RouterLosses, mean_with
+from .updates.routers import RouterLoss, mean_with
 
 # A step on images is compiled for at most this many numbers of positions.
 _POSITION_COUNTS = 4
@@ -115,7 +115,7 @@ def mean_loss_and_gradients(
     loss: LossFunction,
     batch: Arrays,
     parameters: Any = None,
-    routers: RouterLosses | None = None,
+    routers: RouterLoss | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[Any, ...]:
     """Return a batch's sum of losses, its sum of weights, and the gradients of their quotient; 0 if all weights are.

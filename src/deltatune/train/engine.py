@@ -245,5 +245,5 @@ def may_start_early(config: TrainConfig, world: World) -> bool:
     Several ranks with trained losses of routers wait for one another's sums within the step.
     """
     connected = world.size == 1 or world.backend == "nccl"
-    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef or config.router_z_loss_coef)
+    routers_wait = world.size > 1 and bool(config.router_aux_loss_coef)
     return backend.computes_beside_host() and connected and not routers_wait

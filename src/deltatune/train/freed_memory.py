@@ -24,16 +24,14 @@ ROOM = {"metal": 1.1, "cuda": 1.3}
 class FreedMemory:
     """Bounds MLX's memory on a GPU while a `with` block runs; MLX's own limit is restored afterwards.
 
-    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use. With
-    a `threshold` in bytes there is no such bound: if more is kept after an iteration, all of it is given back. Above
+    MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use. Above
     the bytes of `limit`, or of its own limit, MLX gives back its cache and waits for its queued work.
 
     On a `tight` device each phase of a run begins with all memory given back that no array has: its arrays have other
     sizes than those of the phase before, and an NVIDIA GPU's driver cannot join what lies between arrays.
     """
 
-    def __init__(self, threshold: int | None = None, limit: int | None = None, *, tight: bool = False):
-        self._threshold = threshold
+    def __init__(self, limit: int | None = None, *, tight: bool = False):
         self._limit = limit
         self._tight = tight
         self._phase = ""
@@ -63,11 +61,7 @@ class FreedMemory:
         self._phase = phase
 
     def after_iteration(self) -> None:
-        """Give back cached memory above the threshold, or let the bound follow the peak."""
-        if self._threshold is not None:
-            if mx.get_cache_memory() > self._threshold:
-                mx.clear_cache()
-            return
+        """Let the bound follow the peak."""
         peak = mx.get_peak_memory()
         room = backend.here(ROOM, 0.0)
         if room and peak > self._peak:

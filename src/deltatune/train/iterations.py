@@ -135,9 +135,9 @@ class Iterations:
             if done:
                 self._save(finished=True)
                 return
-            if self._save_is_due():
-                self._save()
             before = progress.iteration
+            if before > 0 and before % config.save_every == 0 and before != self._saving.saved:
+                self._save()
             asked = self._iterate()
             # A sampling that was left makes no iteration.
             if progress.iteration == before:
@@ -149,10 +149,6 @@ class Iterations:
                 # Some of the answers that the last update learnt from.
                 if self.parts.world.main and (answers := self.state.order.samples()):
                     self.parts.reporting.samples(self.progress, answers)
-
-    def _save_is_due(self) -> bool:
-        at = self.progress.iteration
-        return at > 0 and at % self.parts.config.save_every == 0 and at != self._saving.saved
 
     def _evaluation_is_due(self) -> bool:
         config = self.parts.config
@@ -218,7 +214,7 @@ class Iterations:
         parts = self.parts
         self._freed_memory.begin("samples")
         if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
-            parts.screen.say(f"Answering {count:,} sample prompts, --sample-max-tokens each at most.")
+            parts.screen.say(f"Answering {count:,} sample prompts.")
         try:
             answers = parts.samples.on_main(parts.world, self._ending)
         except NoResultError as error:

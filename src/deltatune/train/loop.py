@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import Splits
-from ..data.batches.order import PeekableOrder
+from ..data.batches.order import PeekableOrder, TrainingOrder
 from ..data.chats.answers import ending_answers
 from ..data.example import Example
 from ..data.preferences.preference import Preference
@@ -57,7 +57,7 @@ from .saved.outputs import Outputs
 from .saving import Saving, agree_on_choices, kept_choices
 from .setup import Run, Training, batch_order, build_step, settled, training, training_order
 from .step import StepMachine
-from .training_state import TrainingOrder, TrainingState
+from .training_state import TrainingState
 from .updates.optimizer import build_optimizer
 from .updates.routers import router_figures
 
@@ -238,7 +238,7 @@ class Trainer:
             model.train()
             stack.enter_context(_wired())
             bounds = self._bounds
-            freed_memory = FreedMemory(config.clear_cache_threshold, bounds.memory_limit, tight=bounds.tight)
+            freed_memory = FreedMemory(bounds.memory_limit, tight=bounds.tight)
             # A step by layers is computed when it returns, batches of sampled answers depend on the update before, and
             # a teacher's layers are read before a batch.
             waits = not whole or config.samples_answers or self._bounds.teacher is not None

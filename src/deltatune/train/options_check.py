@@ -20,7 +20,7 @@ import mlx.nn as nn
 from ..data.batches.batch import bucket_widths
 from ..errors import UserError
 from ..layers import layer_paths, without_pictures
-from ..lora import Adapter, adapters, pissa
+from ..lora import Adapter, adapters
 from ..lora.adapter_files import check_file
 from ..lora.convert import whole_modules, without_adapters
 from ..lora.new_rows import grown_tables, row_count
@@ -105,7 +105,7 @@ _CHOICE = {"keys", "exclude", "layers", "layer_kinds", "num_layers", "parts"}
 def check_trainable(model: nn.Module, config: TrainConfig) -> None:
     """Refuse a model whose trainable parameters are not those of the options.
 
-    The kind of training is compared always; the choice of modules, the ranks, scales, dropout and start of adapters
+    The kind of training is compared always; the choice of modules, the ranks, scales and dropout of adapters
     where their options are not at the defaults, which leave them to convert_to_lora.
     """
     kind = config.fine_tune_type
@@ -176,8 +176,6 @@ def _check_adapters(model: nn.Module, config: TrainConfig, by_path: dict[str, nn
                     f"{', '.join(sorted(changed & options))}: the options say {name} {expected:g}, and the adapter of "
                     f"{path} has {actual:g}: {_CALL}."
                 )
-        if "init" in changed and pissa.can_start(adapter):
-            raise UserError(f"init: the options say pissa, and the adapter of {path} starts at zero: {_CALL}.")
 
 
 def learned_positions(model: nn.Module) -> int | None:

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers
-from mlx.utils import tree_map
 
 from ..data import Batch, BatchOrder, Splits
 from ..data.batches.batch import row_capacity
@@ -24,7 +23,7 @@ from ..data.example import Example
 from ..data.vision.media import VisionProcessors
 from ..errors import UserError
 from ..layers import LayerInfo, describe, layer_paths
-from ..lora import convert_to_lora, pissa
+from ..lora import convert_to_lora
 from ..lora.new_rows import grown_tables
 from ..machine.compiling import without_kernels
 from ..models.adapted_base import load, refused_by_mlx_vlm
@@ -35,7 +34,7 @@ from ..models.known_faults import fault_notes
 from ..models.layer_caches import carries
 from ..models.load import Loaded, comes_from_hub, locate, refuse_unserved
 from ..models.vision.split import has_vision, split_vision, vision_spec
-from ..models.vocabulary import check_examples, noisy_embedding, resize_embeddings
+from ..models.vocabulary import check_examples, resize_embeddings
 from ..ops.checkpoint import checkpointed
 from ..ops.recomputation import Checkpoints, cheap_recomputed
 from ..options.config import TrainConfig
@@ -55,8 +54,8 @@ from .preferences.objectives import (
     preference_loss,
 )
 from .step import Step
-from .updates.optimizer import UpdateOptions, parameter_groups
-from .updates.routers import router_losses
+from .updates.optimizer import UpdateOptions, undecayed, weight_decay
+from .updates.routers import router_loss
 
 _CHUNKED = "chunked over the vocabulary, logits never held whole"
 
@@ -84,13 +83,7 @@ class Run:
 
     def prepare(self) -> list[str]:
         """Make the model trainable as the options say; return lines that describe it to the user."""
-        lines = prepare(self.model, self.config)
-        if self.world.size > 1:
-            # Another machine's decomposition of the same weight may differ in its last bits.
-            main = self.world.main
-            starts = tree_map(lambda start: start if main else mx.zeros_like(start), pissa.starts(self.model))
-            pissa.start_at(self.model, self.world.sum_tree(starts))
-        return lines
+        return prepare(self.model, self.config)
 
     def training_order(self) -> BatchOrder | StreamOrder:
         """Return this rank's batches to train on."""
@@ -122,15 +115,11 @@ def ready(
     splits = load_datasets(config, loaded.tokenizer, vision_processors(loaded))
     check_examples(loaded.model, loaded.tokenizer, splits.documents())
     check_positions(loaded.model, config.max_seq_length, splits.documents())
-    notes = fault_notes(loaded.model, loaded.config, _lengths(splits, config))
+    lengths = [document.positions for document in splits.documents()]
+    # The rows of a stream may be as long as the options allow.
+    lengths += [config.max_seq_length] * isinstance(splits, StreamedSplits)
+    notes = fault_notes(loaded.model, loaded.config, lengths)
     return Run(config, loaded, splits, world or World(), image, notes, teacher)
-
-
-def _lengths(splits: Splits, config: TrainConfig) -> Iterator[int]:
-    """Yield the length of every document in tokens; the rows of a stream may be as long as the options allow."""
-    yield from (document.positions for document in splits.documents())
-    if isinstance(splits, StreamedSplits):
-        yield config.max_seq_length
 
 
 def uses(config: TrainConfig) -> tuple[str, ...]:
@@ -266,14 +255,14 @@ def build_step(
     kind: Callable[..., Step] = Step,
 ) -> Step:
     """Build the training step that `config` describes, inside training(); `kind` is its class."""
-    groups = parameter_groups(model, optimizer, config)
+    left_out = frozenset(undecayed(model)) if weight_decay(optimizer) else ()
     return kind(
         model,
         optimizer,
         loss,
         world,
-        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, groups),
-        routers=router_losses(model, config, world),
+        update=UpdateOptions(config.grad_accumulation_steps, config.grad_clip, left_out),
+        routers=router_loss(model, config, world),
     )
 
 
@@ -330,7 +319,8 @@ def training(
     """
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(without_kernels())
-        report = stack.enter_context(patched(model, strict=not config.force, uses=uses(config), rows=config.batch_size))
+        rows = config.batch_size * config.rows_each
+        report = stack.enter_context(patched(model, strict=not config.force, uses=uses(config), rows=rows))
         if config.loss == "distill":
             stack.enter_context(patched(teacher_of(config), strict=not config.force, uses=uses(config)))
         layers = describe(model)
@@ -344,9 +334,6 @@ def training(
         if chosen.operators:
             stack.enter_context(cheap_recomputed())
         trained = with_loss(model, config, compare)
-        # With noise, the two parts of a model could not be compared with the whole.
-        if config.neftune_noise_alpha is not None:
-            stack.enter_context(noisy_embedding(model, config.neftune_noise_alpha))
         yield dataclasses.replace(trained, layers=layers, patches=report, compiled=compiled)
 
 

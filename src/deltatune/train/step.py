@@ -24,7 +24,7 @@ from .launcher import PATIENCE, Launcher
 from .tree import leaves, places
 from .updates import optimizer as updates
 from .updates.bundles import TOGETHER, Bundles
-from .updates.routers import RouterLosses, real_lengths, weight_or_one
+from .updates.routers import RouterLoss, real_lengths, weight_or_one
 
 
 class Sums(NamedTuple):
@@ -78,7 +78,7 @@ class Step:
         world: World,
         *,
         update: updates.UpdateOptions | None = None,
-        routers: RouterLosses | None = None,
+        routers: RouterLoss | None = None,
         machine: StepMachine | None = None,
     ):
         update = update or updates.UpdateOptions()
@@ -92,7 +92,7 @@ class Step:
         self._weighted = update.accumulate > 1 or world.size > 1
         self._accumulates = update.accumulate > 1
         parameters = model.trainable_parameters()
-        self.bundles = Bundles(parameters, optimizer, factor_dtypes(model), update.groups)
+        self.bundles = Bundles(parameters, optimizer, factor_dtypes(model), update.undecayed)
         # Where the model holds each trainable parameter: walking through all modules at each step takes milliseconds.
         self._places = places(model, [path for path, _ in leaves(parameters)])
         # The current bundles, and the model's parameters that are parts of them, by path.
@@ -224,7 +224,7 @@ class Step:
             divisor = weight_or_one(weight)
             gradients = tree_map(lambda g: g / divisor, gradients)
         healthy = mx.isfinite(loss)
-        parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, self.bundles.group)
+        parameters, norm = updates.apply(optimizer, parameters, gradients, healthy, self._clip, self.bundles.decays)
         if self._launcher is not None:
             parameters, norm, state = tree_map(mx.contiguous, (parameters, norm, optimizer.state))
             updates.restore(optimizer, state)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..data import Batch
-from ..lora import pissa
+from ..data.batches.order import TrainingOrder
 from .distributed import World
 from .progress import Progress
 from .saved import state
@@ -19,32 +16,6 @@ from .updates.optimizer import restore
 
 # Begins the names of the arrays of an order, as they are saved.
 _ORDER = "order/"
-
-
-class TrainingOrder(Protocol):
-    """An endless iterator of training batches, with its place in the data."""
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of the figures beside a batch."""
-
-    def samples(self) -> list[dict[str, str]]:
-        """Return some of the answers that the model sampled for the last batches, where it samples any."""
-
-    def __next__(self) -> Batch:
-        """Return the next batch."""
-
-    def peek(self) -> Batch | None:
-        """Return the next batch ahead of time, or None where it is not known."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the place before the next batch, as JSON values."""
-
-    def arrays(self, state: Mapping[str, Any]) -> dict[str, mx.array]:
-        """Return the arrays that an order needs to continue from `state`, which state() returned."""
-
-    def restore(self, state: dict[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Continue from a state and its arrays."""
 
 
 class TrainingState:
@@ -130,10 +101,9 @@ class TrainingState:
         return {f"{_ORDER}{name}": self._world.gather(array) for name, array in arrays.items()}
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return the trained parameters, where PiSSA's adapters started, and the moments, as they are saved."""
+        """Return the trained parameters and the moments, as they are saved."""
         self.step.settle()
         arrays = state.flatten("trainable", self.step.model.trainable_parameters())
-        arrays |= state.flatten("start", pissa.starts(self.step.model))
         return arrays | state.flatten("optimizer", self.step.bundles.part_state(self.step.optimizer.state))
 
     def restore(self, arrays: dict[str, mx.array], progress: Progress, path: Path) -> None:
@@ -141,7 +111,6 @@ class TrainingState:
         model = self.step.model
         optimizer = self.step.optimizer
         bundles = self.step.bundles
-        pissa.start_at(model, state.unflatten("start", pissa.starts(model), arrays, path))
         model.update(state.unflatten("trainable", model.trainable_parameters(), arrays, path))
         by_parameter = state.unflatten("optimizer", bundles.part_state(optimizer.state), arrays, path)
         restore(optimizer, bundles.join_state(by_parameter, optimizer.state))
@@ -154,7 +123,7 @@ class TrainingState:
             self.sums = sums if sums.gradients is None else sums._replace(gradients=bundles.join(sums.gradients))
             self._start = dataclasses.replace(progress), window if self._world.main else {}
         # Frozen weights may stay on the disk, and nothing here has changed them.
-        mx.eval(model.trainable_parameters(), pissa.starts(model), optimizer.state, self.sums)
+        mx.eval(model.trainable_parameters(), optimizer.state, self.sums)
 
     def _answers_of(self, arrays: dict[str, mx.array], progress: Progress) -> dict[str, mx.array]:
         """Return this rank's sampled answers; another number of ranks shares the prompts otherwise, and has none."""

@@ -1,8 +1,5 @@
 """`naive` and `blocked` against float64 and under MLX's transforms, and the memory that `blocked` takes."""
 
-import gc
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,7 +20,10 @@ IMPLEMENTATIONS = {"naive": attention_naive, "blocked": attention_blocked, "bloc
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_fp32(name, case, differentiate, norms):
-    found = norms(*differentiate(IMPLEMENTATIONS[name], case))
+    results, truth = differentiate(IMPLEMENTATIONS[name], case)
+    # Of rows that see nothing.
+    assert not any(np.array(results[key])[truth[key] == 0].any() for key in ("y", "dq"))
+    found = norms(results, truth)
     # The gradient of a sink sums terms of both signs over all rows, each with its rounding error.
     dsinks = found.pop("dsinks", 0.0)
     assert max(found.values()) <= fp32_bound(case.largest_score), found
@@ -41,17 +41,6 @@ def test_half_precision(name, dtype, case, differentiate, norms):
     bound = half_norm(str(dtype).rpartition(".")[2]) + fp32_bound(case.largest_score)
     assert max(found.values()) <= bound, found
     assert dsinks <= 10 * bound
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_rows_that_see_nothing_give_zero_and_have_no_gradient(name, case_named, differentiate):
-    for which, row in (("a mask, with a hidden row", 35), ("an added mask, with a hidden row", 35)):
-        results, _ = differentiate(IMPLEMENTATIONS[name], case_named(which))
-        assert not results["y"][:, :, row].any()
-        assert not results["dq"][:, :, row].any()
-    results, _ = differentiate(IMPLEMENTATIONS[name], case_named("more queries: rows that see nothing"))
-    assert not results["y"][:, :, : 90 - 33].any()
-    assert not results["dq"][:, :, : 90 - 33].any()
 
 
 def loss(function, **options):
@@ -94,27 +83,11 @@ def test_blocked_refuses_vmap_and_second_derivatives_by_name(arrays):
         mx.grad(lambda q: mx.grad(loss(attention_blocked))(q, *arrays[1:]).sum())(arrays[0])
 
 
-def test_packed_documents_have_the_gradients_that_they_have_alone(arrays):
-    ends, segments = (0, 1, 17, 40), np.zeros((2, 40), np.int32)
-    for number, start in enumerate(ends[1:-1], 1):
-        segments[:, start:] = number
-    packed = mx.grad(loss(few, segments=mx.array(segments)), argnums=(0, 1, 2))(*arrays)
-    for start, end in itertools.pairwise(ends):
-        alone = mx.grad(loss(few), argnums=(0, 1, 2))(*(x[:, :, start:end] for x in arrays))
-        for one, other in zip(packed, alone, strict=True):
-            assert mx.allclose(one[:, :, start:end], other, rtol=1e-5, atol=1e-5)
-
-
-def test_memory_does_not_grow_with_the_square_of_the_length():
+def test_memory_does_not_grow_with_the_square_of_the_length(peak_bytes):
     def excess(length: int) -> int:
         arrays = [mx.random.normal((1, heads, length, 8), key=mx.random.key(heads)) for heads in (2, 1, 1)]
         mx.eval(arrays)
-        gc.collect()
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(mx.grad(loss(attention_blocked), argnums=(0, 1, 2))(*arrays))
-        return mx.get_peak_memory() - before
+        return peak_bytes(lambda: mx.grad(loss(attention_blocked), argnums=(0, 1, 2))(*arrays))
 
     with mx.stream(mx.cpu):
         small, large = excess(1024), excess(4096)

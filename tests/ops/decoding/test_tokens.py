@@ -272,23 +272,18 @@ def linear_calls() -> Iterator[tuple]:
     yield (LinearToken(x[0], weight),)
 
 
-@pytest.mark.parametrize(
-    ("module", "calls", "message"),
-    [
-        (attention_token, attention_calls, r"attention_token: q .* do not fit"),
-        (delta_token, delta_calls, r"delta_token: .* do not fit DeltaToken"),
-        (gated_attention_token, gated_calls, r"gated_attention_token: .* do not fit GatedAttention"),
-        (linear_token, linear_calls, r"linear_token: .* do not fit"),
-    ],
-    ids=named,
-)
-def test_other_calls_are_refused_and_a_cpu_keeps_mlx_operations(module, calls, message, monkeypatch):
+CALLS = [
+    (attention_token, attention_calls),
+    (delta_token, delta_calls),
+    (gated_attention_token, gated_calls),
+    (linear_token, linear_calls),
+]
+
+
+@pytest.mark.parametrize(("module", "calls"), CALLS, ids=named)
+def test_other_calls_and_a_cpu_keep_mlx_operations(module, calls, monkeypatch):
     monkeypatch.setattr(backend, "device", lambda: "cpu")
     right, *refused = calls()
     assert module.covers(*right)
     assert not module.serves(*right)
-    scale = (1.0,) if module is attention_token else ()
-    for call in refused:
-        assert not module.covers(*call)
-        with pytest.raises(ValueError, match=message):
-            getattr(module, module.__name__.rpartition(".")[2])(*call, *scale)
+    assert not any(module.covers(*call) for call in refused)

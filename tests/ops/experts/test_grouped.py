@@ -88,24 +88,24 @@ def test_every_product_of_a_block(calls):
     experts, outer, inner, rank = case.experts, 32, 24, 8
     wide, narrow = (experts, inner, outer), (experts, outer, inner)
     per_chunk = {call: calls.count(call) / chunks for call in set(calls)}
-    # Three weights each way, and no product twice, for what up and gate computed is kept. A of up and gate is in one
-    # product each way. B's products are added to the outputs, A's to the inputs' gradients.
-    both = (experts, 2 * rank, outer)
+    # Three weights each way, and no product twice, for what up and gate computed is kept. B's products are added to the
+    # outputs, A's to the inputs' gradients.
+    reader = (experts, rank, outer)
     assert per_chunk == {
         (outer, wide, True, False, 0, False): 2,
         (inner, narrow, True, False, 0, False): 1,
         (inner, wide, False, False, 0, False): 1,
         (inner, wide, False, True, 0, False): 1,
         (outer, narrow, False, False, 0, False): 1,
-        (outer, both, True, False, 0, False): 1,
-        (2 * rank, both, False, True, 0, False): 1,
+        (outer, reader, True, False, 0, False): 2,
+        (rank, reader, False, True, 0, False): 2,
         (rank, (experts, inner, rank), True, True, 0, False): 2,
         (rank, (experts, outer, rank), True, True, 0, False): 1,
         (inner, (experts, rank, inner), True, False, 0, False): 1,
         (inner, (experts, inner, rank), False, False, 0, False): 2,
         (outer, (experts, outer, rank), False, False, 0, False): 1,
         (rank, (experts, rank, inner), False, True, 0, False): 1,
-        both: 1,
+        reader: 2,
         (experts, inner, rank): 2,
         (experts, rank, inner): 1,
         (experts, outer, rank): 1,
@@ -206,10 +206,10 @@ def _gradients(rank: int, **packing) -> dict[str, mx.array]:
 def test_no_matrix_is_unpacked_before_its_products(group_size, rank, calls, of_experts, monkeypatch):
     """An adapter's product that the kernel cannot add is a product of its own."""
     found = _gradients(rank, group_size=group_size, bits=4)
-    own, joined = (rank, 2 * rank) if rank == 8 else (0, 0)
+    own = rank if rank == 8 else 0
     # Whether matrices are stored by outputs, whether a product is added onto rows, its adapter's rank; all are packed.
-    forward, onto = (True, False, own, True), (False, True, joined, True)
-    backward = [(False, False, own, True), (False, False, 0, True), onto]
+    forward, onto = (True, False, own, True), (False, True, own, True)
+    backward = [(False, False, own, True), (False, False, own, True), onto]
     assert sorted(of_experts()) == sorted([forward] * 3 + backward)
     calls.clear()
     monkeypatch.setattr(Projection, "_packed", lambda *_: None)

@@ -1,14 +1,10 @@
 """The operator: the arguments that it accepts and refuses, the messages, and which implementation it uses."""
 
-import logging
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from deltatune.machine import backend
-from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
-from deltatune.ops.operator import candidates
+from deltatune.ops.gated_delta import gated_delta, gated_delta_chunk, gated_delta_naive
 
 SHAPES = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 4, 6), "log_g": (2, 5, 4), "beta": (2, 5, 4)}
 
@@ -44,32 +40,6 @@ def arguments(**changes) -> dict[str, mx.array]:
 def test_refuses_by_name(changes, said):
     with pytest.raises(ValueError, match=said):
         gated_delta(**arguments(**changes))
-
-
-@pytest.mark.parametrize("forced", ["naive", "chunk"])
-def test_forced_implementation_is_the_one_that_runs(forced, monkeypatch):
-    monkeypatch.setenv("DELTATUNE_GATED_DELTA", forced)
-    ran = []
-    known = {"naive": gated_delta_naive, "chunk": gated_delta_chunk}
-    spies = {name: lambda *a, _name=name, **kw: ran.append(_name) or known[_name](*a, **kw) for name in known}
-    candidates = {name: lambda call, _name=name: choice.Candidate(spies[_name]) for name in known}
-    for name, candidate_of in candidates.items():
-        monkeypatch.setitem(choice.OPERATOR.candidates, name, candidate_of)
-    y, state = gated_delta(**arguments())
-    assert ran == [forced]
-    expected = known[forced](**arguments())
-    assert mx.array_equal(y, expected[0])
-    assert mx.array_equal(state, expected[1])
-
-
-def test_choice_is_announced_once(monkeypatch, caplog):
-    monkeypatch.setattr(candidates, "_announced", set())
-    with caplog.at_level(logging.INFO, logger=candidates.__name__):
-        gated_delta(**arguments())
-        gated_delta(**arguments())
-    device = backend.device()
-    chosen = "chunk" if device == "cpu" else "fused"
-    assert [record.getMessage() for record in caplog.records] == [f"gated_delta: {chosen} (automatic on {device})"]
 
 
 @pytest.mark.parametrize("implementation", [gated_delta_naive, gated_delta_chunk])

@@ -17,7 +17,8 @@ from deltatune.machine import nvidia
 from deltatune.ops.gated_delta import fused_hopper, gated_delta_naive
 from deltatune.ops.gated_delta.fused_hopper import HopperTiling, choose_hopper_tiling
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of
-from deltatune.ops.gated_delta.tiling import Tiling
+from deltatune.ops.gated_delta.fused_passes import no_initial_state
+from deltatune.ops.gated_delta.tiling import PHASES, Tiling
 from deltatune.ops.gated_delta.tolerances import OVERSHOOTING, REPEATED_KEY, fused_bf16_norm, fused_bound
 from deltatune.ops.kernels.launch import Kernel, Launch, on
 
@@ -248,23 +249,27 @@ def test_few_heads_are_divided_into_more_blocks(batch, value_heads, rows, monkey
     assert tiling.slice == rows
 
 
+def bytes_of(shape: tuple[int, ...], **given: mx.array) -> dict[str, int]:
+    """The bytes of the outputs of a call's launches by name, in bf16."""
+    tiling = tiling_of("cuda", shape, mx.bfloat16, masked=False, segmented=False, per_channel=False, erases=bool(given))
+    launches = [tiling.launch(phase, given | {"initial": no_initial_state()}) for phase in PHASES]
+    outputs = [output for launch in launches for output in launch.outputs.items()]
+    return {name: int(np.prod(shape)) * dtype.size for name, (shape, dtype) in outputs}
+
+
 def test_bytes_that_a_chunk_saves(monkeypatch):
     """Beside y there are 130 KB a chunk and head: Z, P, two states with tails, u and R in twelve bits that count."""
     monkeypatch.setattr(nvidia, "generation", lambda: nvidia.HOPPER)
     monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
-    shape, kept = (1, 256, 1, 2, 128, 128), {}
+    sizes = bytes_of((1, 256, 1, 2, 128, 128), beta=mx.zeros((1, 256, 2)))
+    kilobytes = {"solve": 9.0, "scores": 9.0, "states": 32.0, "d_states": 32.0, "u": 24.0, "d_right": 24.0}
+    assert {name: sizes[name] / (4 * 2) / 1024 for name in kilobytes} == kilobytes
 
-    def watched(launch: Launch) -> list[mx.array]:
-        kept.update(launch.outputs)
-        return [mx.zeros(*kind) for kind in launch.outputs.values()]
 
-    q, v = (mx.zeros((1, 256, heads, 128), mx.bfloat16) for heads in shape[2:4])
-    gates, state = mx.zeros((1, 256, 2)), mx.zeros((1, 2, 128, 128))
-    call = partial(gated_delta_fused, tiling_of_call=partial(tiling_of, "cuda"))
-    with on(watched):
-        mx.vjp(lambda *arrays: list(call(*arrays)), [q, q, v, gates, gates], [v, state])
-    sizes = {name: int(np.prod(shape)) * dtype.size for name, (shape, dtype) in kept.items()}
-    chunks, names = 4 * 2, ("solve", "scores", "states", "d_states", "u", "d_right")
-    assert {name: sizes[name] / chunks / 1024 for name in names} == dict(
-        zip(names, (9.0, 9.0, 32.0, 32.0, 24.0, 24.0), strict=True)
-    )
+@pytest.mark.parametrize(("rows", "length", "megabytes"), [(1, 8192, 411.0), (2, 2048, 211.8)])
+def test_bytes_of_linear_attention(rows, length, megabytes, monkeypatch):
+    """Beyond gradients, and with that of the last state: mamba-ssm's calls of these sizes hold 419 and 213 MB."""
+    monkeypatch.setattr(nvidia, "limits", lambda: nvidia.H200)
+    sizes = bytes_of((rows, length, 8, 64, 128, 64))
+    others = sizes["last"] - sum(sizes[name] for name in ("dq", "dk", "dv", "d_log_g"))
+    assert round((sum(sizes.values()) + others) / 1e6, 1) == megabytes

@@ -148,10 +148,7 @@ FOUR_TILES = {"split": 2, "slice": 32, "chunk": 64, "gradient_groups": 8, "stage
 # Two of the twelve combinations, since clang takes a quarter of a minute for each.
 @pytest.mark.parametrize(
     ("tiling", "dtype", "name"),
-    [
-        (TWO_GROUPS, "bfloat16", "65 tokens"),
-        (FOUR_TILES, "float32", "documents, masked middle"),
-    ],
+    [(TWO_GROUPS, "bfloat16", "65 tokens"), (FOUR_TILES, "float32", "documents, masked middle")],
     ids=["two tiles", "four tiles, fp32"],
 )
 def test_two_groups_per_strip(tiling, name, dtype, nvidia_sized, check, norms, table):
@@ -174,8 +171,6 @@ def test_two_groups_store_the_tails_that_one_stores(name, nvidia_sized, on_host,
 
 
 LOADER = {"slice": 16, "loaders": 1, "stages": 2, "chunk": 32, "gradient_slice": 48}
-
-
 WATCHED = {"batch": 1, "length": 70, "key_size": 24, "value_size": 40, "mask": "middle", "segments": True}
 
 

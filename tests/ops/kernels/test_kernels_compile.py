@@ -30,7 +30,6 @@ from deltatune.ops.pointwise import (
     conv_silu,
     gated_norm,
     gates,
-    norm,
     scored_swiglu,
     swiglu,
     times_gate,
@@ -82,7 +81,6 @@ def scans_of_many_heads() -> None:
 def passes(dtype: mx.Dtype) -> None:
     x, weight, taps = mx.zeros((2, 20, 64), dtype), mx.zeros((64,), dtype), mx.zeros((64, 4), dtype)
     gradients(lambda *arrays: [swiglu(*arrays)], x, x)
-    gradients(lambda x: [norm(x, 1.0, 1e-6)], x)
     gradients(lambda *arrays: [gated_norm(*arrays, 1e-6)], x, weight, x)
     gradients(lambda *arrays: [conv_silu(*arrays)], x, taps)
     gradients(lambda *arrays: [conv_silu(*arrays, mx.zeros((2, 17), mx.int32))], x, taps)

@@ -12,7 +12,7 @@ from beside import load
 from deltatune.lora.linear import with_low_rank
 from deltatune.machine import backend, nvidia
 from deltatune.ops.kernels.launch import Launch, on
-from deltatune.ops.operator import kernel_operator
+from deltatune.ops.operator.case import judged
 from deltatune.ops.operator.measure import as_float64
 from deltatune.ops.products import low_rank
 from deltatune.ops.products.low_rank import (
@@ -267,8 +267,8 @@ KERNELS = [
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_a_kernel_that_is_wrong_is_not_used(kernel, gpu):
     case = low_rank.trial_case(kernel)
-    assert kernel_operator.agrees(case, gpu.run)
-    assert not kernel_operator.agrees(case, lambda launch: [array * 1.05 for array in gpu.run(launch)])
+    assert judged(case, gpu.run, "kernel").passed
+    assert not judged(case, lambda launch: [array * 1.05 for array in gpu.run(launch)], "kernel").passed
 
 
 def test_when_the_kernels_are_used(monkeypatch):

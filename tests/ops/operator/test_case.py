@@ -1,12 +1,19 @@
 """The one loop that tries an implementation on a case, and the trial of a kernel before its first use."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from deltatune.ops.gated_delta.trial_case import ShapeClass, trial_case
+from deltatune.ops.kernels import cubin
 from deltatune.ops.operator import case as case_module
 from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.case import Case, judged, measured
+from deltatune.ops.operator.timing import side_by_side
+from deltatune.ops.tracing import trace
 
 INFINITE = float("inf")
 
@@ -89,13 +96,13 @@ def test_memory_holds_nan_before_the_call_that_counts(monkeypatch):
 
 
 def test_a_kernel_passes_within_its_bound(caplog):
-    assert kernel_operator.agrees(case_of(bound=0.011), off_by(1.01))
+    assert kernel_operator.is_right(lambda: case_of(bound=0.011), run=off_by(1.01))
     assert not caplog.text
 
 
 @pytest.mark.parametrize("factor", [1.01, INFINITE, float("nan")])
 def test_a_kernel_with_too_large_an_error_is_reported(factor, caplog):
-    assert not kernel_operator.agrees(case_of(), off_by(factor), "plain products")
+    assert not kernel_operator.is_right(lambda: case_of(), run=off_by(factor), instead="plain products")
     assert "a kernel is off by" in caplog.text
     assert "so plain products serve instead" in caplog.text
 
@@ -104,7 +111,7 @@ def test_a_kernel_that_does_not_run_is_reported_in_one_line(caplog):
     def fails(_):
         raise RuntimeError("first line\nsecond line")
 
-    assert not kernel_operator.agrees(case_of(), fails)
+    assert not kernel_operator.is_right(lambda: case_of(), run=fails)
     assert "a kernel does not run on this machine" in caplog.text
     assert "first line" in caplog.text
     assert "second line" not in caplog.text
@@ -155,3 +162,33 @@ def test_a_kernel_that_metals_compiler_refuses_is_not_given_to_it_by_the_next_pr
     assert kernel_operator.is_right(case_of, 1e-4, run=right)
     assert len(list(tmp_path.rglob("*.json"))) == 1
     kernel_operator.forget()
+
+
+@pytest.mark.parametrize("of_trial", [lambda case, call: judged(case, call, "one"), measured])
+def test_a_trial_is_apart_from_the_step_around_it(of_trial):
+    seen = []
+
+    def noting(result):
+        seen.append((trace.current(), cubin.building()))
+        return result
+
+    outside = vars(trace.current())
+    case = case_of(truth=lambda: noting(right(mx.array([[1.0, 2.0], [3.0, 4.0]]))))
+    with ThreadPoolExecutor() as pool, cubin.built_side_by_side(pool), trace.having(shortened=True, cheap_twice=True):
+        of_trial(case, lambda x: noting(right(x)))
+        side_by_side({"one": lambda: noting([mx.array([1.0])])})
+        assert trace.current().shortened
+        assert cubin.building()
+    assert len(seen) >= 4
+    assert all(vars(told) | {"known": outside["known"]} == outside and not building for told, building in seen)
+
+
+def test_the_truth_of_the_gated_delta_rule_is_whole_in_the_trace_of_a_plan():
+    """The plan leaves out most turns of the loop over a row, and chunk then has zeros for their results."""
+    case = replace(trial_case(ShapeClass(1, 8, 64, 64, "float32")), call=lambda results: results)
+    right_results = [mx.array(truth.astype(np.float32)) for truth in case.truth()]
+    with trace.having(shortened=True):
+        verdict = judged(case, right_results, "one")
+        assert max(case.errors(right_results, case.truth()).values()) > 0.5
+    assert verdict.passed
+    assert max(verdict.errors.values()) < 1e-6

@@ -58,24 +58,15 @@ def test_random_arrays_do_not_use_mlxs_random_state():
     assert mx.random.state[0].tolist() == before
 
 
-def test_automatic_choice(monkeypatch):
-    monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
-    monkeypatch.setattr(backend, "device", lambda: "cpu")
-    assert GATED_DELTA.order() == (("chunk",), "automatic on cpu")
-
-
-@pytest.mark.parametrize("device", ["cuda", "metal"])
-def test_a_gpu_prefers_the_fused_kernels(device, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda", "metal"])
+def test_a_gpu_prefers_the_fused_kernels_and_a_variable_forces_one(device, monkeypatch):
     monkeypatch.delenv("DELTATUNE_GATED_DELTA", raising=False)
     monkeypatch.setattr(backend, "device", lambda: device)
     names, why = GATED_DELTA.order()
-    assert (names[0], names[-1], why) == ("fused", "chunk", f"automatic on {device}")
-
-
-@pytest.mark.parametrize("name", ["naive", "chunk", "native"])
-def test_forced_choice(name, monkeypatch):
-    monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
-    assert GATED_DELTA.order() == ((name,), "forced by DELTATUNE_GATED_DELTA")
+    assert (names[0], names[-1], why) == ("chunk" if device == "cpu" else "fused", "chunk", f"automatic on {device}")
+    for name in ("naive", "chunk", "native"):
+        monkeypatch.setenv("DELTATUNE_GATED_DELTA", name)
+        assert GATED_DELTA.order() == ((name,), "forced by DELTATUNE_GATED_DELTA")
 
 
 def test_gpu_kernels_forced_on_a_cpu_are_refused(monkeypatch):

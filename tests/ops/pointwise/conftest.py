@@ -40,7 +40,7 @@ def check_trial(execute, caplog):
         for run, warning in ((execute, None), (wrong, "off by"), (fails, "no compiler")):
             with caplog.at_level(logging.WARNING):
                 caplog.clear()
-                assert kernel_operator.agrees(case, run) is (warning is None)
+                assert kernel_operator.is_right(lambda: case, run=run) is (warning is None)
                 assert (warning or "") in caplog.text
 
     return check

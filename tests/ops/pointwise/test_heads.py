@@ -5,7 +5,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from host_machine import HostMachine, plant, shows, some_daily
+from host_machine import HostMachine, defects, plant, shows, some_daily
 
 from against_float64 import drawn, errors
 from deltatune.machine import backend
@@ -68,39 +68,14 @@ def test_sines_of_large_angles(host_folder, monkeypatch):
     assert np.abs(np.array(y[0, 0, 1], np.float64) - exact).max() < np.sqrt(2) * 2.0**-22
 
 
-# Each defect: the text, what replaces it, and whether the product with the gate has it.
-DEFECTS = {
-    "the other direction": ("first == back ? sine : -sine", "first == back ? -sine : sine", False),
-    "the same direction back": ("own.t, frequencies, true)", "own.t, frequencies, false)", False),
-    "another partner": ("lane_exchange(h[i], ROTARY / 16)", "lane_exchange(h[i], ROTARY / 8)", False),
-    "the frequencies of a neighbour": ("first ? piece : piece - half_lanes", "0", False),
-    "a quarter's sign": ("(quarter + 1) & 2", "quarter & 2", False),
-    "positions that run on into the next row": ("token % (unsigned)length)", "token)", False),
-    "the heads as the gate": (
-        "fetch(gates[n], x, ((own.by_token + n) * parts + 1)",
-        "fetch(gates[n], x, ((own.by_token + n) * parts)",
-        False,
-    ),
-    "y in the order of tokens": ("give(y, (own.by_head + (long)n * length)", "give(y, (own.by_token + n)", False),
-    "dy in the order of tokens": (
-        "fetch(d[n], dy, (own.by_head + (long)n * length)",
-        "fetch(d[n], dy, (own.by_token + n)",
-        False,
-    ),
-    "the next token as the next head": ("give(y, (own.by_head + (long)n * length)", "give(y, (own.by_head + n)", False),
-    "no weight in the gradient": ("u[i] *= w[i];", ";", False),
-    "attention's output in the order of tokens": ("take(h, y, own.by_head", "take(h, y, own.by_token", True),
-    "its gradient in the order of tokens": ("give(dy, own.by_head", "give(dy, own.by_token", True),
-}
-
-
-PLANTED = {name: (plant(header("metal", BODIES), old, new), of_gate) for name, (old, new, of_gate) in DEFECTS.items()}
+TEXT = header("metal", BODIES)
+# Of turned heads, and of the product with a gate.
+DEFECTS, OF_GATES = defects("heads", TEXT), defects("heads, gates", TEXT)
 
 
 @pytest.mark.skipif(backend.device() == "cuda", reason="the host machine runs the defects")
-@pytest.mark.parametrize("defect", some_daily(PLANTED))
+@pytest.mark.parametrize("defect", some_daily(DEFECTS | OF_GATES))
 def test_planted_defects_are_seen(defect, host_folder):
-    text, of_gate = PLANTED[defect]
-    execute = HostMachine(host_folder, text).run
-    found = partial(gate_errors if of_gate else turned_errors, execute)
+    execute = HostMachine(host_folder, plant(TEXT, *(DEFECTS | OF_GATES)[defect])).run
+    found = partial(gate_errors if defect in OF_GATES else turned_errors, execute)
     assert shows(lambda: not max(found()) < 10 * BOUND)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deltatune.ops.kernels.launch import on
-from deltatune.ops.pointwise.rows import embedded, sum_rows, take_rows
+from deltatune.ops.pointwise.rows import sum_rows, take_rows
 from two_dtypes import in_two_dtypes
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -43,19 +43,6 @@ def test_the_kernel_reads_integers_of_32_bits(kind):
     with on(execute):
         take_rows(mx.zeros((11, 24)), mx.array([3, 1]).astype(kind))
     assert given == [mx.int32]
-
-
-@pytest.mark.parametrize("shape", [(4, 5), (7,), (2, 1, 3)], ids=str)
-def test_an_embedding_and_its_gradient(shape, execute):
-    weight = mx.random.normal((11, 24), key=mx.random.key(0))
-    ids = mx.random.randint(-11, 11, shape, key=mx.random.key(1))
-    d = mx.random.normal((*shape, 24), key=mx.random.key(2))
-    found, (gradient,) = mx.vjp(lambda weight: [embedded(weight, ids)], [weight], [d])
-    assert mx.array_equal(found[0], weight[ids])
-    expected = np.zeros((11, 24))
-    np.add.at(expected, np.array(ids).reshape(-1), np.array(d, np.float64).reshape(-1, 24))
-    # Sums of up to 20 terms.
-    np.testing.assert_allclose(np.array(gradient), expected, rtol=0, atol=2.0**-24 * 20 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("weighted", [True, False])

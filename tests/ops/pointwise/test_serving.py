@@ -54,7 +54,14 @@ SERVING = {
     "weighted norms": (
         weighted_norms.serves,
         [(X, WEIGHT, 1e-3), (X, WEIGHT, 1e-3, X)],
-        [(X, WEIGHT, 1e-3, X.astype(FP32)), (X[:63], WEIGHT, 1e-3), (X.astype(mx.int32), WEIGHT, 1e-3)],
+        [
+            (X, WEIGHT, 1e-3, X.astype(FP32)),
+            (X[:63], WEIGHT, 1e-3),
+            (X.astype(mx.int32), WEIGHT, 1e-3),
+            (X, WEIGHT[:512], 1e-3),
+            (mx.zeros((64, 1020)), mx.zeros((1020,)), 1e-3),
+            (mx.zeros((64, weighted_norms.WIDEST + 8)), mx.zeros((weighted_norms.WIDEST + 8,)), 1e-3),
+        ],
     ),
     "the vocabulary's loss": (vocabulary_loss.serves, [(X,)], [(X[:63],), (X[None],), (X.astype(mx.int32),)]),
     "scored SwiGLU": (

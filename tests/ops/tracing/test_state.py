@@ -36,7 +36,6 @@ OF_THE_PROCESS = {
 # Modules, of those that a layer's forward runs through, that take the identity of an object, and what for.
 BY_IDENTITY = {
     "ops.checkpoint": "the layers of one model, in the context that checkpoints them",
-    "ops.experts.readers": "two scales, compared within one call",
     "ops.tracing.known": "arrays: the one table of them",
     "ops.watched_calls": "modules, in the context that changes their classes",
     "patches.evidence": "functions of upstream, which live as long as their modules",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer, GlmMoeDsaRMSNorm
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
@@ -63,8 +64,35 @@ class NemotronHead(torch.nn.Module):
         return last.final_layernorm(last(first(x, attention_mask=_causal(x))))
 
 
+class GlmHead(torch.nn.Module):
+    """The head of GLM-5, a layer of experts."""
+
+    def __init__(self, config):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = GlmMoeDsaRMSNorm(width, eps=eps)
+        self.hnorm = GlmMoeDsaRMSNorm(width, eps=eps)
+        self.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
+        for name, module in GlmMoeDsaDecoderLayer(config, config.mlp_layer_types.index("sparse")).named_children():
+            self.add_module(name, module)
+        self.shared_head = torch.nn.ModuleDict({"norm": GlmMoeDsaRMSNorm(width, eps=eps)})
+
+    def forward(self, hidden, embedded, model):
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
+        rope = model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        mask = _causal(x).expand(len(x), -1, -1, -1)
+        x = x + self.self_attn(self.input_layernorm(x), position_embeddings=rope, attention_mask=mask)[0]
+        return self.shared_head["norm"](x + self.mlp(self.post_attention_layernorm(x)))
+
+
 def _head(config) -> torch.nn.Module:
-    return NemotronHead(config) if config.model_type == "nemotron_h" else Head(config)
+    kinds = {"nemotron_h": NemotronHead, "glm_moe_dsa": GlmHead}
+    return kinds.get(config.model_type, Head)(config)
+
+
+def _prefix(config: Config) -> str:
+    """Where the tensors of a head stand in a released checkpoint."""
+    return f"model.layers.{config['num_hidden_layers']}." if config["model_type"] == "glm_moe_dsa" else "mtp."
 
 
 def _causal(x: torch.Tensor) -> torch.Tensor:
@@ -73,19 +101,19 @@ def _causal(x: torch.Tensor) -> torch.Tensor:
     return torch.full((1, 1, length, length), torch.finfo(x.dtype).min).triu(1)
 
 
-def _of_each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _stored(head: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:
     """Return a head's tensors as released checkpoints have them, a matrix for each expert."""
     stored: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in head.state_dict().items():
         block, of_experts, leaf = name.rpartition("experts.")
         if of_experts and tensor.ndim == 3:
             parts = {leaf: tensor}
             if leaf == "gate_up_proj":
                 parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
             for number in range(len(tensor)):
-                stored |= {f"mtp.{block}experts.{number}.{part}.weight": parts[part][number] for part in parts}
+                stored |= {f"{prefix}{block}experts.{number}.{part}.weight": parts[part][number] for part in parts}
         else:
-            stored[f"mtp.{name}"] = tensor
+            stored[f"{prefix}{name}"] = tensor
     return stored
 
 
@@ -100,16 +128,17 @@ class AheadComparison(Comparison):
     def layout(self, case: AheadCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
         config, shapes = super().layout(case)
         options = transformers.AutoConfig.for_model(config["model_type"], **self.family(case).options)
-        of_head = _of_each_expert(_head(options).state_dict())
-        depth = "num_nextn_predict_layers" if case.family == "nemotron_h" else "mtp_num_hidden_layers"
+        of_head = _stored(_head(options), _prefix(config))
+        depth = "mtp_num_hidden_layers" if case.family.startswith("qwen") else "num_nextn_predict_layers"
         return {**config, depth: 1}, shapes | {name: tuple(tensor.shape) for name, tensor in of_head.items()}
 
     def load(self, config: Config, weights: Weights) -> torch.nn.Module:
-        model = theirs.load(config, {name: value for name, value in weights.items() if not name.startswith("mtp.")})
+        prefix = _prefix(config)
+        model = theirs.load(config, {name: value for name, value in weights.items() if not name.startswith(prefix)})
         model.mtp = _head(model.config)
         with torch.no_grad():
             # Parts of a tensor are views of it, which are written into.
-            for name, tensor in _of_each_expert(model.mtp.state_dict()).items():
+            for name, tensor in _stored(model.mtp, prefix).items():
                 tensor.copy_(torch.from_numpy(weights[name]))
         return model
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -18,6 +19,7 @@ from packaging.version import Version
 
 from deltatune import patches
 from deltatune.machine import backend
+from deltatune.models.vision.split import _example, vision_spec
 from deltatune.patches import PatchWarning, patched, recurrence, served, serving, whole_rows
 from deltatune.patches.patch_record import TRIED
 from deltatune.patches.tables import mlx_lm, mlx_vlm
@@ -67,26 +69,46 @@ def test_values_and_gradients_are_upstreams(tiny_vision_model, monkeypatch, fami
         assert mx.array_equal(logits, expected_logits)
 
 
-@pytest.mark.parametrize("family", DELTA_FAMILIES)
-def test_decoding_is_upstreams_bit_for_bit(tiny_vision_model, family):
-    model = tiny_vision_model(family).language_model
+def inferred(model: nn.Module) -> list[mx.array]:
+    """The logits of a prompt that is read and decoded from, and of one with images where the model has a tower."""
+    has_tower = "vision_tower" in model
+    row, cache = tokens(1, 13), getattr(model.language_model if has_tower else model, "make_cache", lambda: None)()
+    calls: list = [(row[:, :9], {"cache": cache}), *((row[:, at : at + 1], {"cache": cache}) for at in range(9, 13))]
+    if has_tower:
+        row, pictures = _example(vision_spec(model))
+        pixels = mx.array(np.concatenate([picture.patches for picture in pictures]))
+        calls.append(
+            (mx.array(row[None]), {"pixel_values": pixels, "image_grid_thw": mx.array([p.grid for p in pictures])})
+        )
+    outputs = [(fresh(model) if has_tower else model)(given, **more) for given, more in calls]
+    logits = [getattr(output, "logits", output) for output in outputs]
+    mx.eval(logits)
+    return logits
+
+
+DAILY = [("text", "qwen3_5"), ("images", "qwen3_5_moe"), ("images", "qwen3_vl_moe")]
+INFERRING = [("text", family) for family in DELTA_FAMILIES]
+INFERRING += [("images", family) for family in (*DELTA_FAMILIES, "qwen3_vl", "qwen3_vl_moe")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [pytest.param(*case, marks=[pytest.mark.weekly] * (case not in DAILY)) for case in INFERRING]
+)
+def test_inference_is_upstreams_bit_for_bit(tiny_model, tiny_vision_model, monkeypatch, kind, family):
+    """Prompts are left to upstream here, as on Metal: elsewhere deltatune computes long ones, with other bits."""
+    monkeypatch.setattr(recurrence, "PROMPT_TOKENS", 1000)
+    model = (tiny_model if kind == "text" else tiny_vision_model)(family)
     model.eval()
-    prompt, following = tokens(1, 7), tokens(1, 3, seed=1)
-
-    def decode() -> list[mx.array]:
-        model._position_ids = model._rope_deltas = None
-        cache = model.make_cache()
-        logits = [model(prompt, cache=cache).logits]
-        return logits + [model(following[:, t : t + 1], cache=cache).logits for t in range(3)]
-
-    expected = decode()
-    mx.eval(expected)
-    with patched():
+    expected = inferred(model)
+    with patched(model):
         whole_rows.reset()
-        actual = decode()
-        assert served()[recurrence.UPSTREAM]
+        actual = inferred(model)
         assert not served()[recurrence.OURS]
-    assert all(mx.array_equal(e, a) for e, a in zip(expected, actual, strict=True))
+        assert bool(served()[recurrence.UPSTREAM]) == (family in DELTA_FAMILIES)
+    if family == "qwen3_vl_moe":
+        # The one record that changes inference, on purpose: the GELUs of this tower (docs/guides/vision.md).
+        assert 1e-6 < mx.abs(expected.pop() - actual.pop()).max().item() < 1e-2
+    assert all(map(mx.array_equal, expected, actual))
 
 
 def test_speculative_verification_is_upstreams_bit_for_bit(tiny_vision_model):
@@ -148,17 +170,16 @@ def test_two_functions_of_one_name_are_both_replaced_without_a_warning(tiny_visi
 
 
 def test_the_lowest_versions_are_the_same_everywhere():
-    """In pyproject.toml, in the records, and in the trials of `make compat`."""
+    """In pyproject.toml, in the records, and in the trials of `make floors`."""
     root = Path(__file__).parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["vision"]]
     floors = {Requirement(line).name: Requirement(line).specifier for line in asked}
-    sets = re.findall(r'Versions\("([^"]+)", "([^"]+)", "([^"]+)"', (root / "scripts/compat/versions.py").read_text())
-    for place, (package, versions) in enumerate(TRIED.items()):
+    tried = dict(re.findall(r"(mlx[a-z-]*)==([\d.]+)", (root / "scripts" / "with_upstream").read_text()))
+    for package, versions in TRIED.items():
         lowest = min(Version(specifier.version) for specifier in SpecifierSet(versions))
         (floor,) = floors[package.replace("_", "-")]
-        assert Version(floor.version) == lowest
-        assert min(Version(each[place]) for each in sets) == lowest
+        assert Version(floor.version) == Version(tried[package.replace("_", "-")]) == lowest
 
 
 def test_the_vision_tower_of_qwen3_vl_moe_gets_the_other_gelus(tiny_vision_model):

@@ -18,6 +18,7 @@ from deltatune.cli import main
 from deltatune.errors import UserError
 from deltatune.machine import host_memory
 from deltatune.options.config import LoraConfig, TrainConfig
+from deltatune.options.generation import AnswerOptions
 from deltatune.plan import placement
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
@@ -87,7 +88,13 @@ def _whole():
 
 
 # A run that answers, and measures a test set, has the bits of one that does not.
-ASKED = {"test": True, "sample_prompts": ["question 3"], "sample_max_tokens": 4}
+ASKED = {"test": True, "sample_prompts": ["question 3"]}
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch):
+    """Samples of a few tokens, since a token of a bounded run reads every layer."""
+    monkeypatch.setattr(AnswerOptions, "max_tokens", 4)
 
 
 @pytest.fixture
@@ -374,7 +381,6 @@ def test_plan_reports_the_bytes_that_are_read(config, least, capsys, monkeypatch
     {
         "full fine-tuning": {"fine_tune_type": "full"},
         "training from scratch": {"from_scratch": True, "fine_tune_type": "full"},
-        "PiSSA": {"lora_parameters": LoraConfig(init="pissa")},
     }.items(),
 )
 def test_option_that_does_not_run_by_layers_is_refused(what, options):

@@ -17,11 +17,11 @@ from layer_runs import assert_same_bits, batch, by_layers, loaded, options, serv
 CASES = {
     "DoRA": ("qwen3_5", {"fine_tune_type": "dora"}),
     "dropout in packed rows": ("qwen3_5", {"dropout": 0.2, "pack": True}),
-    "noise, and an embedding that trains and is the head": (
+    "an embedding that trains and is the head": (
         "qwen3_5",
-        {"keys": ["*.q_proj", "language_model.model.embed_tokens"], "neftune_noise_alpha": 5.0},
+        {"keys": ["*.q_proj", "language_model.model.embed_tokens"]},
     ),
-    "experts": ("qwen3_5_moe", {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}),
+    "experts": ("qwen3_5_moe", {"router_aux_loss_coef": 0.1}),
     "ranks by pattern, those of one layer others than of its kind": (
         "qwen3_5_moe",
         {"rank_pattern": {"language_model.model.layers.1.mlp.*": 1, "mlp.switch_mlp.*": 2}, "pack": True},
@@ -36,7 +36,7 @@ CASES = {
 # The others differ from one of these in a part that has a test of its own.
 OFTEN = (
     "dropout in packed rows",
-    "noise, and an embedding that trains and is the head",
+    "an embedding that trains and is the head",
     "experts",
     "upper layers alone",
 )

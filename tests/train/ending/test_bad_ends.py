@@ -73,30 +73,6 @@ def test_a_sound_batch_has_no_cause(model, watched):
     assert cause(model, full_loss(model), [batch()], watched).startswith("no cause was found")
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_the_first_output_is_named(model, watched, index):
-    for layer in model.layers[index:]:
-        layer.spoil = "output"
-    assert (
-        first_place(model, full_loss(model), batch(), watched)
-        == f"the output of layer {index} is the first that is not finite, in float32"
-    )
-
-
-def test_the_gradient_is_followed_backward(model, watched):
-    model.layers[2].spoil = "gradient"
-    found = first_place(model, full_loss(model), batch(), watched)
-    assert found == "going backward, the gradient that reaches the output of layer 1 is the first that is not finite"
-
-
-def test_the_loss_itself(model, watched):
-    def loss(inputs, targets, weights):
-        total, weight = full_loss(model)(inputs, targets, weights)
-        return total + mx.log(mx.array(0.0)), weight
-
-    assert first_place(model, loss, batch(), watched) == "every layer's output is finite, but the loss is not"
-
-
 def test_a_parameter_behind_the_first_layer(model, watched):
     model.layers[0].spoil = "gradient"
     found = first_place(model, full_loss(model), batch(), watched)

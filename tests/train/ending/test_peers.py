@@ -150,7 +150,7 @@ if place == "save":
 from deltatune.cli import main
 sys.exit(main(["train", *sys.argv[4:]]))
 """
-_SAMPLED = {"val_batches": 0, "sample_prompts": ["question"], "sample_max_tokens": 24, "steps_per_eval": 4}
+_SAMPLED = {"val_batches": 0, "sample_prompts": ["question"], "steps_per_eval": 4}
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,15 @@ def test_a_browser_draws_it_at_any_width_and_reads_its_values(page, tmp_path, wi
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_any_range_can_be_drawn(tmp_path):
     ranges = [[2.0], [0.0, 0.0], [1e-5, 1e-5], [-3.0, 4.0], [1e9, 2e9], [5.0, 5.0 + 1e-12], [1e-90, 1e90]]
-    keys = ["train_loss", "rewards/chosen", "rewards/margins", "rewards/accuracies", "grad_norm", "aux_loss", "z_loss"]
+    keys = [
+        "train_loss",
+        "rewards/chosen",
+        "rewards/margins",
+        "rewards/accuracies",
+        "grad_norm",
+        "aux_loss",
+        "learning_rate",
+    ]
     metrics = [
         {"iteration": n} | {key: values[n] for key, values in zip(keys, ranges, strict=True) if n < len(values)}
         for n in range(2)

@@ -88,6 +88,6 @@ def test_records_are_in_the_files_before_they_are_shown(make_trainer, tmp_path, 
         shown.extend((name, kept) for name in ("train_loss", "val_loss", "samples") if name in record)
 
     monkeypatch.setattr(Screen, "report", show)
-    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"], steps_per_eval=1, sample_max_tokens=1).run()
+    make_trainer(iters=2, steps_per_report=1, sample_prompts=["a"], steps_per_eval=1).run()
     assert {name for name, _ in shown} == {"train_loss", "val_loss", "samples"}
     assert all(kept for _, kept in shown)

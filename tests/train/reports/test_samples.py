@@ -36,7 +36,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
     prompts = [PROMPT, "answer?"]
     row = {"prompt": prompts[1], "tools": [{"type": "function", "function": {"name": "open"}}]}
     (tmp_path / "asked.jsonl").write_text(json.dumps(row))
-    samples = {"sample_prompts": [PROMPT, str(tmp_path / "asked.jsonl")], "sample_max_tokens": 5}
+    samples = {"sample_prompts": [PROMPT, str(tmp_path / "asked.jsonl")]}
     shared = {
         "grad_checkpoint": True,
         "iters": 4,
@@ -53,7 +53,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
     assert sorted(found) == [0, 1, 2, 3, 4]
     # The last answers are those of the adapter that was written.
     for prompt, sample in zip(prompts, found[4], strict=True):
-        asked = {"adapter_path": str(tmp_path / "sampled"), "max_tokens": 5, "verbose": False}
+        asked = {"adapter_path": str(tmp_path / "sampled"), "max_tokens": 100, "verbose": False}
         assert sample == {"prompt": prompt, "answer": generate(GenerateOptions(str(checkpoint), prompt, **asked))}
     assert found[0] != found[4]
     said = " ".join(screen_text.text().split())
@@ -66,7 +66,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(make_trainer, tmp_path, 
 
 
 def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, run_with, tmp_path, read_metrics):
-    options = {"sample_prompts": [PROMPT], "steps_per_eval": 1, "sample_max_tokens": 4, "iters": 2}
+    options = {"sample_prompts": [PROMPT], "steps_per_eval": 1, "iters": 2}
     make_trainer(adapter_path=str(tmp_path / "straight"), **options).run()
     trainer, runs = make_trainer(**options), []
     samples = trainer.parts.samples
@@ -225,7 +225,7 @@ def test_chats_need_a_template(samples, loaded, tmp_path):
 
 
 def test_no_random_number_is_drawn_and_the_modes_stay(samples, loaded):
-    asked = samples("why", sample_max_tokens=2)
+    asked = samples("why")
     loaded.model.train()
     mx.random.seed(3)
     expected = mx.random.uniform(shape=(4,)).tolist()

@@ -55,7 +55,7 @@ def runs(model, folder, tmp_path_factory):
     """The folder of a run with samples, and that of one without."""
     target = tmp_path_factory.mktemp("runs")
     prompts = ["--sample-prompts", "why", str(folder / "asked" / "prompts.jsonl")]
-    for name, asked in (("sampled", [*prompts, "--steps-per-eval", "1", "--sample-max-tokens", "6"]), ("plain", [])):
+    for name, asked in (("sampled", [*prompts, "--steps-per-eval", "1"]), ("plain", [])):
         flags = options(model, folder, target / name, iters=3, dropout=0.2, **{"max-pixels": LIMIT})
         done = called("train", *flags, *asked)
         assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_samples_are_what_generate_answers_and_change_no_bit(model, folder, runs
     records = [json.loads(line) for line in (sampled / "metrics.jsonl").read_text().splitlines()]
     samples = {record["iteration"]: record["samples"] for record in records if "samples" in record}
     assert sorted(samples) == [0, 1, 2, 3]
-    base = {"max_tokens": 6, "adapter_path": str(sampled), "verbose": False}
+    base = {"max_tokens": 100, "adapter_path": str(sampled), "verbose": False}
     own = (str(folder / "asked" / "own.png"),)
     asked = [("why", ()), ("<image>which?", own), ("<image>", own)]
     for sample, (shown, images) in zip(samples[3], asked, strict=True):

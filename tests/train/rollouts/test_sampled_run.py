@@ -288,7 +288,7 @@ def test_a_run_that_is_interrupted_amid_a_sampling_continues_with_the_same_bits(
 def test_advantages_are_scaled_over_all_ranks():
     config = TrainConfig(loss="grpo", scale_rewards="batch", num_generations=2)
     world = SimpleNamespace(size=2, gather=lambda own: mx.stack([own, own + 10]))
-    sampler = SimpleNamespace(rewards=SimpleNamespace(weights=np.ones(1)))
+    sampler = SimpleNamespace(rewards=SimpleNamespace(names=("own",), weights=np.ones(1)))
     order = RolloutOrder(SimpleNamespace(state=dict), sampler, None, config, world)
     rewards = np.array([[0.0, 1, 2, 3]])
     order._take(Rollouts(0, [], [2], None, rewards))

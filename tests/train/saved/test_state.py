@@ -147,11 +147,11 @@ def test_options_that_matter_are_named_and_free_ones_are_not():
 
 def test_an_option_that_a_run_did_not_have_yet_had_its_default():
     now = state.fingerprint(TrainConfig())
-    saved = {key: value for key, value in now.items() if key != "loraplus_lr_ratio"}
-    saved["lora_parameters"] = {key: value for key, value in now["lora_parameters"].items() if key != "init"}
+    saved = {key: value for key, value in now.items() if key != "grad_clip"}
+    saved["lora_parameters"] = {key: value for key, value in now["lora_parameters"].items() if key != "rslora"}
     state.compare(Path("x"), saved, now)
-    with pytest.raises(UserError, match="lora_parameters: init: was 'zero', now 'pissa'"):
-        state.compare(Path("x"), saved, state.fingerprint(TrainConfig(lora_parameters=LoraConfig(init="pissa"))))
+    with pytest.raises(UserError, match="lora_parameters: rslora: was False, now True"):
+        state.compare(Path("x"), saved, state.fingerprint(TrainConfig(lora_parameters=LoraConfig(rslora=True))))
 
 
 def test_every_option_is_either_free_or_part_of_the_identity():

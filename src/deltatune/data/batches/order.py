@@ -260,13 +260,43 @@ class AnsweredOrder(BatchOrder):
         return self._collated([*filled, *[[]] * (rows - len(filled))], self._bucket(needed))
 
 
-class PeekableOrder:
+class TrainingOrder:
+    """An endless iterator of training batches, with its place in the data.
+
+    `figures` are the names of the figures beside a batch.
+    """
+
+    figures: tuple[str, ...] = ()
+
+    def __next__(self) -> Batch:
+        raise NotImplementedError
+
+    def peek(self) -> Batch | None:
+        """Return the next batch ahead of time; None where it depends on the present update, or cannot be read."""
+        return None
+
+    def samples(self) -> list[dict[str, str]]:
+        """Return some of the answers that the model sampled for the last batches, where it samples any."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """Return the place before the next batch, as JSON values."""
+        raise NotImplementedError
+
+    def arrays(self, _state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays that are needed to continue from `state`, which state() returned, beside the data."""
+        return {}
+
+    def restore(self, state: dict[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Continue from a state and its arrays."""
+        raise NotImplementedError
+
+
+class PeekableOrder(TrainingOrder):
     """Hands out the batches of `order`, of data in memory or of a stream, and can show the next one early.
 
     state() is then still the one before it.
     """
-
-    figures: tuple[str, ...] = ()
 
     def __init__(self, order: Any):
         self._order = order
@@ -274,7 +304,6 @@ class PeekableOrder:
         self._before: dict[str, Any] = {}
 
     def peek(self) -> Batch | None:
-        """Return the next batch, or None if reading it raised an error, which __next__ raises when its turn comes."""
         if self._next is None:
             self._before = self._order.state()
             try:
@@ -290,19 +319,9 @@ class PeekableOrder:
             raise peeked
         return next(self._order) if peeked is None else peeked
 
-    def samples(self) -> list[dict[str, str]]:
-        """Return the answers that were sampled: none."""
-        return []
-
     def state(self) -> dict[str, Any]:
-        """Return the place in the data before the batch that comes next."""
         return self._order.state() if self._next is None else self._before
 
-    def arrays(self, _state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arrays that the place needs: none, since the data hold all."""
-        return {}
-
     def restore(self, state: dict[str, Any], _arrays: Mapping[str, Any]) -> None:
-        """Continue from the place that state() returned."""
         self._next = None
         self._order.restore(state)

@@ -83,11 +83,6 @@ class StreamOrder:
         self._begin(first, 0, 0, order(first.examples))
 
     @property
-    def window_rows(self) -> int:
-        """The number of rows that are read at a time."""
-        return self._stream.rows
-
-    @property
     def widths(self) -> list[int]:
         """The widths T that a batch can have, ascending; which of them will come is not known."""
         return bucket_widths(self._max_seq_length)

@@ -26,8 +26,8 @@ from ...errors import UserError, first_line
 from ...machine.environment import expanded
 from ...options.values import unique_keys
 
-_KINDS = ("image", "video")
 _COLUMNS = ("image", "images", "video", "videos")
+_MEDIA = '^(image|video)|"(image|video)'
 
 
 def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
@@ -64,50 +64,37 @@ def _member(feature: Any) -> Any:
 
 
 def may_hold_media(table: Any) -> bool:
-    """Return whether a row of a pyarrow table may hold an image or a video, in a column of its own or in a message."""
-    return any(
-        _any_value(column) if name in _COLUMNS else _any_part(column.combine_chunks())
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    )
+    """Return whether a row of a pyarrow table may hold an image or a video, in a column of its own or in a message.
 
-
-def _any_value(column: Any) -> bool:
-    """Return whether a column holds something other than nulls and empty lists."""
+    In a message it is a part, with a text that begins with its type, or JSON that may hold one.
+    """
     import pyarrow.compute as compute
-    from pyarrow import types
 
-    if _is_list(column.type):
-        return bool(compute.any(compute.greater(compute.list_value_length(column), 0)).as_py())
-    return not types.is_null(column.type) and column.null_count < len(column)
+    def holds(name: str, column: Any) -> bool:
+        if name in _COLUMNS:
+            # Of a list, the members.
+            return len(compute.list_flatten(column) if hasattr(column.type, "value_field") else column.drop_null()) > 0
+        matches = (compute.match_substring_regex(texts, _MEDIA) for texts in _texts(column.combine_chunks()))
+        return any(compute.any(match).as_py() for match in matches)
+
+    return any(map(holds, table.column_names, table.columns))
 
 
-def _any_part(array: Any) -> bool:
-    """Return whether a text within an array is the type of a part with an image or video, or JSON that may hold one."""
+def _texts(array: Any) -> Iterator[Any]:
+    """Yield the arrays of texts within an array of pyarrow."""
     import pyarrow
-    import pyarrow.compute as compute
     from pyarrow import types
 
     if isinstance(array.type, pyarrow.BaseExtensionType):
-        return _any_part(array.storage)
-    if types.is_dictionary(array.type):
-        return _any_part(array.dictionary)
-    if types.is_struct(array.type):
-        return any(_any_part(field) for field in array.flatten())
-    if _is_list(array.type):
-        return _any_part(array.flatten())
-    if not (types.is_string(array.type) or types.is_large_string(array.type)):
-        return False
-    return any(
-        compute.any(matches).as_py()
-        for kind in _KINDS
-        for matches in (compute.starts_with(array, kind), compute.match_substring(array, f'"{kind}'))
-    )
-
-
-def _is_list(kind: Any) -> bool:
-    from pyarrow import types
-
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        yield from _texts(array.storage)
+    elif types.is_dictionary(array.type):
+        yield from _texts(array.dictionary)
+    elif types.is_string(array.type) or types.is_large_string(array.type):
+        yield array
+    elif array.type.num_fields:
+        inner = array.flatten()
+        for part in inner if isinstance(inner, list) else [inner]:
+            yield from _texts(part)
 
 
 Rows = Iterator[tuple[str, Any]]

@@ -103,15 +103,12 @@ def delta_token(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     """Return the layer's output before its last projection, and the arrays that the next token needs.
 
     They are the output [B, Hv Dv], the convolution's last inputs, as `before`, and the state; the projections and
-    `before` have one dtype. A ValueError says that `covers` refuses the arrays. Source: `GatedDeltaNet` of
+    `before` have one dtype. `serves` says whether arrays fit. Source: `GatedDeltaNet` of
     mlx_lm/models/qwen3_5.py, for one token.
     """
     if is_small_case():
         note("delta token")
         return delta_token_naive(layer, arrays)
-    if not covers(layer, arrays):
-        shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
-        raise ValueError(f"delta_token: {shapes} do not fit {layer}.")
     rows, before, _ = arrays.before.shape
     whole = len(arrays.projected) == 1
     dtypes = [array.dtype for array in (arrays.before, arrays.taps, arrays.dt_bias, arrays.weight)]
@@ -124,7 +121,7 @@ def delta_token_naive(layer: DeltaToken, arrays: TokenArrays) -> list[mx.array]:
     rows = arrays.before.shape[0]
     dtype = arrays.dtype
     x, z, b, a = (part[:, None] for part in _parts(layer, arrays.projected))
-    y, _ = causal_conv(x, arrays.taps, initial_state=arrays.before)
+    y = causal_conv(x, arrays.taps, initial_state=arrays.before)
     y = (y * mx.sigmoid(y)).astype(dtype)
     *normed, v = mx.split(y, [heads.channels, 2 * heads.channels], axis=-1)
     q, k = (mx.unflatten(part, -1, (heads.count, heads.size)) for part in normed)

@@ -105,12 +105,9 @@ def gated_attention_token(layer: GatedAttention, arrays: RowArrays) -> mx.array:
     """Return the layer's output before its last projection, [B, 1, Hq D], and put the token into keys and values.
 
     The arrays `keys` and `values` are changed themselves, so nothing else may hold them, and whoever reads them next
-    has to wait for this output. A ValueError says that `covers` refuses the arrays. Source: `Qwen3NextAttention` of
+    has to wait for this output. `serves` says whether arrays fit. Source: `Qwen3NextAttention` of
     mlx_lm/models/qwen3_next.py, for one token.
     """
-    if not covers(layer, arrays):
-        shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.named.items())
-        raise ValueError(f"gated_attention_token: {shapes} do not fit {layer}.")
     inputs = arrays.named | {"frequencies": frequencies(layer.rotary_dims, layer.base)}
     dtypes = [array.dtype for array in (arrays.keys, arrays.q_weight, arrays.k_weight)]
     return KERNEL(inputs, _plan(layer, arrays.keys.shape, len(arrays.projected) == 1, *dtypes))[0]

@@ -111,18 +111,12 @@ class TokenBlock(NamedTuple):
 def linear_token(call: LinearToken, *, block: TokenBlock | None = None) -> mx.array:
     """Apply a linear layer, with the operations around it, to one token of each row; return [..., out].
 
-    The share of a `block` depends on the number of rows by default. A ValueError says that `covers` refuses the arrays.
-    Source: the layers around nn.Linear in mlx_lm/models/qwen3_5.py, for one token.
+    The share of a `block` depends on the number of rows by default. `serves` says whether arrays fit. Source: the
+    layers around nn.Linear in mlx_lm/models/qwen3_5.py, for one token.
     """
     if is_small_case():
         note("linear token")
         return linear_token_naive(call)
-    if not covers(call):
-        shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in call.arrays.items())
-        raise ValueError(
-            f"linear_token: {shapes} do not fit; expected x [..., in], weights [out, in], a norm [in], a [r, in], "
-            f"b [out, r] and a residual [..., out] of one 16-bit dtype, inputs and ranks that are multiples of 8."
-        )
     arrays = call.arrays
     eps = 0.0 if call.norm is None else call.norm.eps
     block = block or _block_of(call)

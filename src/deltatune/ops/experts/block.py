@@ -25,7 +25,7 @@ from ..tracing import trace
 from ..tracing.turns import blank, turns
 from .gradient_sums import GradientSums, WithLowRank
 from .projection import Projection
-from .readers import InnerRows, Readers
+from .readers import InnerRows
 from .tiles import Chunk, Sorted, Tiled, scores_of, tile_rows
 
 Activation = Callable[..., mx.array]
@@ -156,7 +156,7 @@ class _Block:
                 for_backward += [blank(array, left_out * len(array), [total]) for array in of_chunk]
                 continue
             chunk = layout.chunk(routing, number, [total] if number else [])
-            matrices = [p.unpacked_matrices(chunk.experts, x.dtype) for p in readers.projections]
+            matrices = [p.unpacked_matrices(chunk.experts, x.dtype) for p in readers]
             inner = InnerRows.of(readers, self._tiles(x, chunk.token), chunk, matrices)
             hidden = self.activation(*inner.outputs)
             low_rank = down.low_rank(hidden, chunk)
@@ -224,7 +224,7 @@ class _Block:
         dhidden = down.backward(cotangent, d_low_rank, chunk, down.unpacked_matrices(experts, rows.dtype))
         # Unpacked matrices take most of a chunk's memory, so those of up and gate wait until down's are not needed.
         experts_later = mx.depends([experts], [dhidden])[0]
-        matrices = [p.unpacked_matrices(experts_later, rows.dtype) for p in readers.projections]
+        matrices = [p.unpacked_matrices(experts_later, rows.dtype) for p in readers]
         inner = inner or InnerRows.of(readers, rows, chunk, matrices)
         hidden, dinner, dscore = self._of_activation(inner.outputs, dhidden, score)
         if down.bias is not None:
@@ -234,7 +234,11 @@ class _Block:
         if down.trains:
             low_rank = down.low_rank(hidden, chunk) if inner.of_down is None else inner.of_down
             sums.add_down(WithLowRank(hidden, low_rank), WithLowRank(cotangent, d_low_rank), chunk, score)
-        drows, d_low_ranks = readers.backward(dinner, chunk, matrices)
+        d_low_ranks = [p.d_low_rank(d, chunk) for p, d in zip(readers, dinner, strict=True)]
+        drows: mx.array | None = None
+        for p, d, low_rank, matrix in zip(readers, dinner, d_low_ranks, matrices, strict=True):
+            drows = p.backward(d, low_rank, chunk, matrix, drows)
+        assert drows is not None
         sums.add_readers(rows, inner.low_ranks, dinner, d_low_ranks, chunk)
         return drows, dscore
 
@@ -256,13 +260,13 @@ class _Block:
         tiles = self.layout.tiles(x, rows)
         return tiles.astype(mx.float32) if self.in_fp32 else tiles
 
-    def _with_arguments(self, arguments: _Arrays, dtype: mx.Dtype) -> tuple[Readers, Projection]:
+    def _with_arguments(self, arguments: _Arrays, dtype: mx.Dtype) -> tuple[list[Projection], Projection]:
         remaining = iter(arguments)
         up, down, *gate = [
             p.with_arguments(*islice(remaining, len(p.argument_names))).with_factors_for(dtype)
             for p in self.projections
         ]
-        return Readers.of([up, *gate]), down
+        return [up, *gate], down
 
 
 def _layout(projections: list[Projection], tokens: int, top_k: int) -> Tiled | Sorted:

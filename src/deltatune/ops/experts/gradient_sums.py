@@ -8,7 +8,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .projection import Projection
-from .readers import Readers
 from .tiles import Chunk, Sorted, Tiled
 
 # Of one projection, the sum so far by name; None stands for zeros.
@@ -25,18 +24,15 @@ class WithLowRank(NamedTuple):
 class GradientSums:
     """The gradients of all arrays that train, in up and gate (`readers`) and in down."""
 
-    def __init__(self, readers: Readers, down: Projection, layout: Tiled | Sorted):
+    def __init__(self, readers: Sequence[Projection], down: Projection, layout: Tiled | Sorted):
         self.readers, self.down, self.layout = readers, down, layout
-        joined = "lora_a" if readers.joined is not None else None
-        self._of_readers = [dict.fromkeys(name for name in p.trains if name != joined) for p in readers.projections]
+        self._of_readers: list[_Sums] = [dict.fromkeys(p.trains) for p in readers]
         self._of_down: _Sums = dict.fromkeys(down.trains)
-        # The gradient of Readers.joined.
-        self._joined: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """The sums so far."""
         sums = [sum_ for by_name in (*self._of_readers, self._of_down) for sum_ in by_name.values()]
-        return [array for array in (*sums, self._joined) if array is not None]
+        return [array for array in sums if array is not None]
 
     def add_down(self, hidden: WithLowRank, d: WithLowRank, chunk: Chunk, score: mx.array) -> None:
         """Add a chunk's part of down's gradients, given its input `hidden` and the gradients `d` of its output.
@@ -53,24 +49,15 @@ class GradientSums:
         d_low_ranks: Sequence[mx.array | None],
         chunk: Chunk,
     ) -> None:
-        """Add a chunk's part of the gradients of up and gate, as `Readers.backward` returns those of A x."""
-        d_own_low_ranks: Sequence[mx.array | None] = d_low_ranks
-        if self.readers.joined is not None:
-            d_own_low_ranks, (together,) = [None] * len(d), d_low_ranks
-            assert together is not None
-            inputs = self.readers.projections[0].adapter_input(rows, chunk.number)
-            self._joined = self.layout.add_products(self._joined, together, inputs, chunk)
+        """Add a chunk's part of the gradients of up and gate."""
         for sums, p, low_rank, d_output, d_low_rank in zip(
-            self._of_readers, self.readers.projections, low_ranks, d, d_own_low_ranks, strict=True
+            self._of_readers, self.readers, low_ranks, d, d_low_ranks, strict=True
         ):
             self._add(sums, p, WithLowRank(rows, low_rank), WithLowRank(d_output, d_low_rank), chunk)
 
     def by_projection(self) -> list[_Sums]:
         """Return the gradients of up, of down, and of gate if there is one."""
         up, *gate = self._of_readers
-        if self._joined is not None:
-            for sums, part in zip(self._of_readers, self.readers.parts(self._joined), strict=True):
-                sums["lora_a"] = part
         return [up, self._of_down, *gate]
 
     def _add(

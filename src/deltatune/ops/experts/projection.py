@@ -166,14 +166,9 @@ class Projection:
         chunk: Chunk,
         matrices: mx.array | None,
         onto: mx.array | None = None,
-        factor: mx.array | None = None,
     ) -> mx.array:
-        """Return dx [t, m, in], added to `onto`, from dy and the results of `d_low_rank` and `unpacked_matrices`.
-
-        `d_low_rank` may be that of several projections [t, m, all ranks], with their `factor` A [E, all ranks, in];
-        without one, A is this projection's.
-        """
-        factor = self.lora_a if factor is None else factor
+        """Return dx [t, m, in], added to `onto`, from dy and the results of `d_low_rank` and `unpacked_matrices`."""
+        factor = self.lora_a
         if d_low_rank is None or factor is None:
             return self._base(dy, chunk, matrices, False, onto=onto)
         if not self.dropout:

@@ -1,15 +1,13 @@
-"""Computes the load-balancing loss and the z-loss of a mixture's routers, from sums over tokens that each layer makes.
+"""Computes the load-balancing loss of a mixture's routers, from sums over tokens that each layer makes.
 
 With E experts, f_e is the number of times that a token chose expert e, and P_e the sum of its probabilities, both
 divided by the number of rows: tokens times layers, as in transformers' load_balancing_loss_func.
-    load-balancing loss = E * sum over e of f_e P_e,
-    z-loss = mean over the rows of (log of the sum over e of exp(logit_e)) squared.
-The first is k, the number of experts that a token chooses, where the experts are used equally.
+    load-balancing loss = E * sum over e of f_e P_e.
+It is k, the number of experts that a token chooses, where the experts are used equally.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import mlx.core as mx
@@ -34,11 +32,11 @@ def watched() -> bool:
 
 
 def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
-    """Add the sums of one router, [2 E + 2] fp32, to the side outputs.
+    """Add the sums of one router, [2 E + 1] fp32, to the side outputs.
 
-    They are the choices of each expert, the probabilities of each, the squares for the z-loss, and the rows, of the
-    logits [..., E] and the chosen experts [..., k] of the batch or the piece that runs. The probabilities are a
-    softmax, or sigmoids divided by their sum (arXiv 2412.19437, eq. 17 to 20).
+    They are the choices of each expert, the probabilities of each, and the rows, of the logits [..., E] and the chosen
+    experts [..., k] of the batch or the piece that runs. The probabilities are a softmax, or sigmoids divided by their
+    sum (arXiv 2412.19437, eq. 17 to 20).
     """
     watch = trace.current().routers
     assert watch is not None
@@ -53,17 +51,15 @@ def add_sums(logits: mx.array, indices: mx.array, *, sigmoid: bool) -> None:
         probabilities = mx.softmax(logits, axis=-1)
     flat = mx.stop_gradient(indices).reshape(-1, indices.shape[-1])
     choices = mx.put_along_axis(mx.zeros(logits.shape), flat, mx.array(1.0), axis=-1)
-    squares = mx.logsumexp(logits, axis=-1, keepdims=True).square()
-    sums = [mx.where(real, of_rows, 0.0).sum(axis=0) for of_rows in (choices, probabilities, squares)]
+    sums = [mx.where(real, of_rows, 0.0).sum(axis=0) for of_rows in (choices, probabilities)]
     side_outputs.collect([mx.concatenate([*sums, real.sum(axis=0).astype(mx.float32)])])
 
 
-def losses(sums: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Return the load-balancing loss and the z-loss of all routers, given the sums of each; 0 without a real token.
+def loss(sums: mx.array) -> mx.array:
+    """Return the load-balancing loss of all routers, given the sum of their sums; 0 without a real token.
 
-    Source: arXiv 2101.03961, eq. 4 to 6 (load balancing); arXiv 2202.08906, eq. 5 (z-loss).
+    Source: arXiv 2101.03961, eq. 4 to 6.
     """
-    total = sum(sums[1:], start=sums[0])
-    experts = total.size // 2 - 1
-    means = total / mx.maximum(total[-1], 1.0)
-    return experts * (means[:experts] * means[experts : 2 * experts]).sum(), means[-2]
+    experts = sums.size // 2
+    means = sums / mx.maximum(sums[-1], 1.0)
+    return experts * (means[:experts] * means[experts:-1]).sum()

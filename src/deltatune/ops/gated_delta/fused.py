@@ -28,12 +28,6 @@ GRADIENT_ARRAYS = (*GRADIENT_INPUTS[:-1], "v", "dy")
 GRADIENTS_OUT = ("dq", "dk", "d_log_g", "d_beta")
 # The arrays that an erase alone needs. In calls without one the body gets another of the same type, which it leaves.
 _INSTEAD = {"beta": "log_g", "solve": "factors", "keys": "queries", "d_beta": "d_log_g"}
-# By phase, those that only hold the tails of states where nothing is erased, if there are any.
-TAILS = {
-    "scan": {"u": "last"},
-    "reverse": {"d_right": "d_initial"},
-    "gradients": {"u": "factors", "d_right": "factors"},
-}
 
 
 def of_shape(name: str, values: tuple[str, ...], *, channel: bool = False) -> str:
@@ -101,20 +95,21 @@ KERNELS = Kernels(PREPARE, SCAN, REVERSE, GRADIENTS)
 def without_erase(kernels: Kernels) -> Kernels:
     """Return the same kernels for calls of linear_attention, where u is v, and R the gradient of v."""
 
-    def without(kernel: Kernel, *values: str) -> Kernel:
+    def without(kernel: Kernel, *values: str, **others: str) -> Kernel:
+        instead = _INSTEAD | others
         return replace(
             kernel,
             name=kernel.name.replace("gated_delta", "linear_attention"),
             body=kernel.body or kernel.name,
-            inputs=(*(name for name in kernel.inputs if name != "beta"), *values),
-            arrays=tuple(_INSTEAD.get(name, name) for name in kernel.arrays),
+            inputs=(*(name for name in kernel.inputs if name not in {"beta", *others}), *values),
+            arrays=tuple(instead.get(name, name) for name in kernel.arrays),
         )
 
     return Kernels(
         prepare=without(kernels.prepare),
-        scan=without(kernels.scan),
-        reverse=without(kernels.reverse),
-        gradients=without(kernels.gradients, "v"),
+        scan=without(kernels.scan, u="last"),
+        reverse=without(kernels.reverse, d_right="factors"),
+        gradients=without(kernels.gradients, "v", u="factors", d_right="factors"),
         prepared=tuple(name for name in kernels.prepared if name not in _INSTEAD),
     )
 

@@ -74,7 +74,7 @@ class FusedPasses:
         x |= run_scan(tiling, "reverse", x)
         x |= tiling.run("gradients", x)
         names = ("dq", "dk", "dv", "d_log_g", *(["d_beta"] if self.erases else []), "d_initial")
-        return tuple(x[name] for name in names)[: self.floats]
+        return tuple(x[name] for name in names[: self.floats])
 
     def _call(self, arrays: Sequence[mx.array]) -> tuple[Tiling, Arrays]:
         """Return the tiling of a call, and its arguments by name."""
@@ -175,7 +175,8 @@ def run_scan(tiling: Tiling, phase: str, arrays: Arrays) -> Arrays:
             name: arrays[name][:, start:end] if name in _BY_TOKEN else arrays[name][:, :, first:last] for name in names
         }
         part = replace(tiling, length=end - start)
-        results = part.run(phase, of_part | {taken: state} | ({"beta": arrays["beta"]} if tiling.erases else {}))
+        more = {"initial": state, taken: state} | ({"beta": arrays["beta"]} if tiling.erases else {})
+        results = part.run(phase, of_part | more)
         state = results.pop(left)
         outputs.append(results)
     ordered = outputs if phase == "scan" else outputs[::-1]

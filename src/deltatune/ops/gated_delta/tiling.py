@@ -119,22 +119,23 @@ class Tiling:
     @property
     def state_stride(self) -> int:
         """Elements between rows as wide as a key; the padding spreads rows over the banks of shared memory."""
-        return padded(self.key_size) + 8
+        wide = self.tails // 16 * 16 if not self.erases else 0
+        return padded(self.key_size) + wide + 8
 
     @property
     def tails(self) -> int:
-        """Elements of a row of u or of R with the tails of states, which are saved in bf16."""
+        """Elements of a row of u or R, or of a state if nothing is erased, with the tails of states saved in bf16."""
         return 8 * -(-self.key_size // 128) if self.dtype == mx.bfloat16 else 0
 
     @property
     def saved_stride(self) -> int:
-        """Elements between rows of u or of R: as wide as a chunk with padding, or without an erase the tails alone."""
-        return self.chunk + max(8, self.tails) if self.erases else self.tails
+        """Elements between rows of u or of R, which are as wide as a chunk with padding."""
+        return self.chunk + max(8, self.tails)
 
     @property
     def saved(self) -> tuple[str, ...]:
         """The outputs of the scan that are saved for the backward pass."""
-        return ("states", "u") if self.saved_stride else ("states",)
+        return ("states", "u") if self.erases else ("states",)
 
     @property
     def gates(self) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ class Tiling:
         chunks = (self.batch, self.value_heads, self.chunks)
         tiles = self.chunk // 16
         triangle = ((*chunks, 128 * tiles * (tiles + 2)), mx.float32 if self.erases else self.saved_dtype)
-        outputs: Outputs = {"scores": triangle, "factors": ((*chunks, 3, self.chunk), mx.float32)}
+        outputs: Outputs = {"scores": triangle, "factors": ((*chunks, 2 + self.erases, self.chunk), mx.float32)}
         return {"solve": triangle} | outputs if self.erases else outputs
 
     @cached_property
@@ -172,11 +173,14 @@ class Tiling:
     def launch(self, phase: str, arrays: Arrays) -> Launch:
         """Return the launch of the kernel of a phase, one of PHASES, on those of a call's arrays that it takes."""
         beta = arrays["beta"].dtype if self.erases else mx.float32
-        # A call may have a state or not.
-        key = phase, beta, arrays["initial"].shape[3] if phase == "scan" else 0
+        stateful = phase in ("scan", "reverse") and arrays["initial"].shape[3] == self.key_size
+        key = phase, beta, stateful
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(phase, beta)
+            if phase == "reverse" and not stateful and not self.erases:
+                # A state that was not given needs no gradient.
+                del plan.outputs["d_initial"]
         kernel: Kernel = getattr(self.kernels, phase)
         return kernel.launch(arrays, plan)
 
@@ -186,8 +190,8 @@ class Tiling:
         return dict(zip(launch.outputs, launch(), strict=True))
 
     @cached_property
-    def _plans(self) -> dict[tuple[str, mx.Dtype, int], Plan]:
-        """The plans of calls that were divided so, by phase, the dtype of beta and the width of the state."""
+    def _plans(self) -> dict[tuple[str, mx.Dtype, bool], Plan]:
+        """The plans of calls that were divided so, by phase, the dtype of beta and whether a scan has a state."""
         return {}
 
     def _plan(self, phase: str, beta: mx.Dtype) -> Plan:
@@ -195,7 +199,7 @@ class Tiling:
         values = self.values | {"GROUPS": groups} | ({"SLICE": self.gradient_slice} if phase == "gradients" else {})
         # With whether it is a state, and not the array of `no_initial_state`.
         written = {"initial": "initial, initial_shape[3] == DK"} if phase == "scan" else {}
-        written |= {} if self.saved_stride else fused.TAILS.get(phase, {})
+        written |= {"v": "dy"} if phase == "gradients" and self.erases else {}
         return Plan(
             outputs=outputs,
             values=values,
@@ -227,9 +231,8 @@ class Tiling:
         return self.gradient_groups, self.gradient_blocks, self._present(outputs)
 
     def _present(self, outputs: Outputs) -> Outputs:
-        """Return the outputs of a phase but for those that only an erase needs, or only tails, where there are none."""
-        absent = set() if self.erases else {"d_beta"}
-        absent |= set() if self.saved_stride else {"u", "d_right"}
+        """Return the outputs of a phase but for those that only an erase needs, where nothing is erased."""
+        absent = set() if self.erases else {"d_beta", "u", "d_right"}
         return {name: kind for name, kind in outputs.items() if name not in absent}
 
     @cached_property

@@ -383,7 +383,8 @@ inline void put_tile(Store s, long offset, int stride, const Tile& t, int rows, 
   }
 }
 
-// Tails are explained in metal.h. Of a lane's two bytes per tile, the first has the tails of even elements.
+// Tails are explained in metal.h. Of a lane's two bytes per tile, the first has the tails of even elements. Where a tail
+// is one bit, the second byte takes the places of the first one's second bits.
 inline unsigned second_bytes(const Tile& t, int i) {
   return __byte_perm(__float_as_uint(t.x[2 * i]), __float_as_uint(t.x[2 * i + 1]), 0x0051);
 }
@@ -394,14 +395,29 @@ inline unsigned tail_pairs(const Tile& low, const Tile& high) {
     tails |= (__byte_perm(second_bytes(low, i), second_bytes(high, i), 0x5410) & 0xc0c0c0c0u) >> 2 * i;
   return tails;
 }
+inline unsigned tail_bits(const Tile& low, const Tile& high) {
+  const unsigned tails = tail_pairs(low, high) & 0xaaaaaaaau;
+  return tails | tails >> 9;
+}
+template <int Tails, typename Store>
+inline unsigned char* tails_in(Store s, int offset, int stride, int lane) {
+  bf16* row = s.plane(lane >> 4) + offset + ((lane & 15) + 1) * stride - Tails;
+  return reinterpret_cast<unsigned char*>(row) + (Store::planes == 1 ? (lane >> 4) * Tails : 0);
+}
 // Stores the tails of `Count` tiles from tile `from` of a strip on.
 template <int Tails, int Count, typename Store>
 inline void keep_tails(Store s, int offset, int stride, const Tile* tiles, int from, int lane) {
   if constexpr (Tails > 0) {
-    char* to = reinterpret_cast<char*>(s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - Tails) + from * 2;
+    unsigned char* to = tails_in<Tails>(s, offset, stride, lane) + from * Store::planes;
 #pragma unroll
     for (int m = 0; m < Count; ++m) {
-      if constexpr (Count % 4 == 0) {
+      if constexpr (Store::planes == 1) {
+        if constexpr (Count % 4 != 0)
+          to[m] = static_cast<unsigned char>(tail_bits(tiles[m], tiles[m]));
+        else if (m % 4 == 0)
+          *reinterpret_cast<unsigned*>(to + m) =
+              __byte_perm(tail_bits(tiles[m], tiles[m + 1]), tail_bits(tiles[m + 2], tiles[m + 3]), 0x6420);
+      } else if constexpr (Count % 4 == 0) {
         if (m % 4 == 0)
           *reinterpret_cast<uint2*>(to + 2 * m) =
               make_uint2(tail_pairs(tiles[m], tiles[m + 1]), tail_pairs(tiles[m + 2], tiles[m + 3]));
@@ -418,25 +434,29 @@ inline unsigned tail_at(Store s, int offset, int stride, int m, int lane) {
   if constexpr (Tails == 0) {
     return 0;
   } else {
-    const bf16* from = s.plane(lane >> 4) + offset + (lane & 15) * stride + stride - Tails;
-    return __byte_perm(reinterpret_cast<const unsigned short*>(from)[m], 0, 0x1000);
+    const unsigned char* from = tails_in<Tails>(s, offset, stride, lane);
+    if constexpr (Store::planes == 1) return from[m] << 8 | from[m] << 25;
+    else return __byte_perm(reinterpret_cast<const unsigned short*>(from)[m], 0, 0x1000);
   }
 }
-inline unsigned low_halves(unsigned tail, int i) { return (tail << 2 * i & 0xc000c000u) ^ 0xa000a000u; }
+template <int Bits>
+inline unsigned low_halves(unsigned tail, int i) {
+  return Bits == 1 ? (tail << 2 * i & 0x80008000u) ^ 0xc000c000u : (tail << 2 * i & 0xc000c000u) ^ 0xa000a000u;
+}
 inline float with_low_half(unsigned low, unsigned high, unsigned which) {
   return __uint_as_float(__byte_perm(low, high, which) - 0x8000u);
 }
 // A lane's share of the sum of products of two tiles' elements with their tails. An element of half the smallest bf16,
 // which is rounded to zero, becomes NaN with its tail; then the sum is taken without tails.
-template <int Tails, typename V, typename W>
+template <int Bits, typename V, typename W>
 inline float kept_dot(V v, W w, unsigned tail_v, unsigned tail_w, int lane) {
   float sum = 0.0f;
-  if constexpr (Tails > 0) {
+  if constexpr (Bits > 0) {
     const auto a = left(v, lane);
     const auto b = left(w, lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const unsigned x = low_halves(tail_v, i), y = low_halves(tail_w, i);
+      const unsigned x = low_halves<Bits>(tail_v, i), y = low_halves<Bits>(tail_w, i);
       sum += with_low_half(x, a.r[0][i], 0x5410) * with_low_half(y, b.r[0][i], 0x5410);
       sum += with_low_half(x, a.r[0][i], 0x7632) * with_low_half(y, b.r[0][i], 0x7632);
     }
@@ -677,6 +697,13 @@ inline void write_strip(To to, long offset, Store s, int lane) {
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+template <int Stride, int Tails, int Count, typename To, typename Store>
+inline void write_part(To to, long offset, Store room, const Tile* tiles, int from, int strip, bool there, int lane) {
+  if constexpr (Tails > 0) keep_tails<Tails, Count>(Single{room.plane(0)}, 0, Stride, tiles, from, lane);
+  copies_fence();
+  pair_barrier(strip);
+  if (from == 0 && there) write_strip<16 * Stride>(to, offset, room, lane);
+}
 inline void writes_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Writes a group's row of tiles, 16 rows of `stride` elements, to device memory by way of `staging`, with the tails of
@@ -710,7 +737,7 @@ inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile*
                         "r"(low[3]) : "memory");
       }
     }
-    keep_tails<Tails, Kept>(Pair{room, 16 * stride}, 0, stride, state, 0, lane);
+    keep_tails<Tails, Kept>(shared_at<Store>(staging, 0, 16 * stride), 0, stride, state, 0, lane);
     copies_fence();
     __syncwarp();
     if (lane == 0) {
@@ -722,10 +749,6 @@ inline void write_tiles_and_tails(Store to, long offset, int stride, const Tile*
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
-}
-template <int Count, typename Store>
-inline void write_tiles(Store to, long offset, int stride, const Tile* tiles, char* staging, int lane) {
-  write_tiles_and_tails<Count, 0, Count>(to, offset, stride, tiles, tiles, staging, lane);
 }
 inline void writes_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -325,47 +325,52 @@ inline float right_dot(const thread Tile& a, const thread Tile& b, int) {
 // The tail of an element of a state is the next two bits of its fp32 value after those that its bf16 holds. As a signed
 // number the tail says where within the last place of the bf16 the element was, to within an eighth of that place. A
 // lane's tails take two bytes per tile, in the last Tails elements of 16 rows of u or R; no tails are kept if Tails is 0.
-template <int Tails>
-inline threadgroup uchar* tails_in(threadgroup float* rows, int stride, int lane) {
+// In rows of bf16, which are those of the states themselves, a tail is the first of these bits alone.
+template <int Tails, typename Element>
+inline threadgroup uchar* tails_in(threadgroup Element* rows, int stride, int lane) {
   return reinterpret_cast<threadgroup uchar*>(rows + ((lane & 15) + 1) * stride - Tails + (lane >> 4) * (Tails / 2));
 }
-template <int Tails>
-inline device uchar* tails_in(device float* rows, int stride, int lane) {
+template <int Tails, typename Element>
+inline device uchar* tails_in(device Element* rows, int stride, int lane) {
   return reinterpret_cast<device uchar*>(rows + ((lane & 15) + 1) * stride - Tails + (lane >> 4) * (Tails / 2));
 }
 // Stores the tails of `Count` tiles from tile `from` of a strip on.
 template <int Tails, int Count, typename Store>
 void keep_tails(Store s, long offset, int stride, const thread Tile* tiles, int from, int lane) {
+  constexpr int bits = Store::bytes / 2;
   DELTATUNE_UNROLL
   for (int m = 0; m < (Tails > 0 ? Count : 0); ++m) {
     uint tail = 0;
     DELTATUNE_UNROLL
-    for (int e = 0; e < 8; ++e) tail |= ((as_type<uint>(tiles[m].x[e]) & 0xffff) >> 14) << (2 * e);
+    for (int e = 0; e < 8; ++e) tail |= ((as_type<uint>(tiles[m].x[e]) & 0xffff) >> (16 - bits)) << (e * bits);
     DELTATUNE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      tails_in<Tails>(s.elements + offset, stride, lane)[(from + m) * 2 + i] = static_cast<uchar>(tail >> (8 * i));
+    for (int i = 0; i < bits; ++i)
+      tails_in<Tails>(s.elements + offset, stride, lane)[(from + m) * bits + i] = static_cast<uchar>(tail >> (8 * i));
   }
 }
 // tail_at loads a lane's tails of tile `m` of a strip; with_tail returns element e with its tail added.
 template <int Tails, typename Store>
 uint tail_at(Store s, int offset, int stride, int m, int lane) {
+  constexpr int bits = Store::bytes / 2;
   uint tail = 0;
   DELTATUNE_UNROLL
-  for (int i = 0; i < 2; ++i) tail |= (uint)tails_in<Tails>(s.elements + offset, stride, lane)[m * 2 + i] << (8 * i);
+  for (int i = 0; i < bits; ++i)
+    tail |= (uint)tails_in<Tails>(s.elements + offset, stride, lane)[m * bits + i] << (8 * i);
   return tail;
 }
+template <int Bits>
 inline float with_tail(float x, uint tail, int e) {
-  const uint place = ((tail >> (2 * e)) & 3) ^ 2;
-  return as_type<float>(as_type<uint>(x) + (place << 14) + 0x2000 - 0x8000);
+  const uint place = ((tail >> (e * Bits)) & (2 * Bits - 1)) ^ Bits;
+  return as_type<float>(as_type<uint>(x) + (place << (16 - Bits)) + (0x8000 >> Bits) - 0x8000);
 }
 // A lane's share of the sum of products of two tiles' elements with their tails. An element of half the smallest bf16,
 // which is rounded to zero, becomes NaN with its tail; then the sum is taken without tails.
-template <int Tails, typename V, typename W>
+template <int Bits, typename V, typename W>
 float kept_dot(V v, W w, uint tail_v, uint tail_w, int lane) {
   const Tile a = tile_of(v, lane), b = tile_of(w, lane);
   float sum = 0.0f;
   DELTATUNE_UNROLL
-  for (int e = 0; e < 8; ++e) sum += with_tail(a.get(e), tail_v, e) * with_tail(b.get(e), tail_w, e);
+  for (int e = 0; e < 8; ++e) sum += with_tail<Bits>(a.get(e), tail_v, e) * with_tail<Bits>(b.get(e), tail_w, e);
   return sum == sum ? sum : right_dot(a, b, lane);
 }
 
@@ -431,20 +436,15 @@ void copy_rows(Store s, int stride, Source from, int row_stride, int width, Live
   }
 }
 
-// Writes a group's row of tiles to a matrix in device memory.
-template <int Count, typename Store>
-void write_tiles(Store to, long offset, int stride, const thread Tile* tiles, threadgroup char*, int lane) {
-  // An array that a loop indexes at run time is kept in memory on Apple GPUs, all through the kernel.
-  DELTATUNE_UNROLL
-  for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + m * 16, stride, tiles[m], 16, 16, lane);
-}
-
-// Does the same, and stores the tails of the group's `Kept` tiles of the state in the rows' padding.
+// Writes a group's row of tiles to a matrix in device memory, and the tails of its `Kept` tiles of the state to the
+// rows' padding. The state's first tile has the number `from`.
 template <int Count, int Tails, int Kept, typename Store>
 void write_tiles_and_tails(Store to, long offset, int stride, const thread Tile* tiles, const thread Tile* state,
-                           threadgroup char* staging, int lane) {
-  write_tiles<Count>(to, offset, stride, tiles, staging, lane);
-  keep_tails<Tails, Kept>(to, offset, stride, state, 0, lane);
+                           threadgroup char*, int lane, int from = 0) {
+  // An array that a loop indexes at run time is kept in memory on Apple GPUs, all through the kernel.
+  DELTATUNE_UNROLL
+  for (int m = 0; m < Count; ++m) put_tile<true, true>(to, offset + (from + m) * 16, stride, tiles[m], 16, 16, lane);
+  keep_tails<Tails, Kept>(to, offset, stride, state, from, lane);
 }
 
 // Writes a left operand to a shared matrix, in the form in which `left` reads it.
@@ -457,6 +457,14 @@ void keep(Store s, int offset, int stride, const thread Tile& a, int lane) {
 template <int Count, typename To, typename Store>
 void write_strip(To to, long offset, Store s, int lane) {
   for (int i = lane; i < Count; i += 32) to.put(offset + i, s.get(i));
+}
+
+// Writes a group's `Count` tiles of a strip of a state, from tile `from` on, to rows of `Stride` elements, if they are
+// `there`, and their tails to the rows' padding. Two groups share the strip, whose tiles are in `room` for both.
+template <int Stride, int Tails, int Count, typename To, typename Store>
+void write_part(To to, long offset, Store, const thread Tile* tiles, int from, int strip, bool there, int lane) {
+  if (there) write_tiles_and_tails<Count, Tails, Count>(to, offset, Stride, tiles, tiles, nullptr, lane, from);
+  pair_barrier(strip);
 }
 
 // Writes rows of a shared matrix to an array of the inputs' type. `Threads` threads call it.

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from ...machine import backend
-from ..kernels.cubin import built_side_by_side, launching
+from ..kernels.cubin import built_side_by_side
 from ..kernels.launch import Device, on
-from .measure import as_float64, poison, relative_error
+from .measure import apart, as_float64, poison, relative_error
 from .verdicts import Verdict
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Case(Generic[Tried]):
         return max((self.error(one, other) for one, other in zip(results, truths, strict=True)), default=0.0)
 
 
-@launching()
+@apart()
 def judged(case: Case[Tried], tried: Tried, name: str) -> Verdict:
     """Try an implementation on a case, and return the verdict. Memory that it leaves unwritten holds NaN.
 
@@ -127,7 +127,7 @@ def judged(case: Case[Tried], tried: Tried, name: str) -> Verdict:
     return verdict
 
 
-@launching()
+@apart()
 def measured(case: Case[Tried], tried: Tried) -> dict[str, float]:
     """Return the errors of a second call, before which memory of all sizes is filled with NaN.
 

@@ -18,7 +18,7 @@ from ...machine import backend
 from ..kernels.launch import Device, Launch, forced
 from ..recomputation import is_small_case
 from . import foresight, verdicts
-from .case import Case, Tried, judged
+from .case import Case, judged
 from .measure import relative_norm
 from .verdicts import Verdict
 
@@ -114,11 +114,6 @@ def is_right(
             verdict = verdicts.of_refused(judged(case_of(*kind, *arrays), run, "kernel"), name, shape)
         _right[key] = _said(verdict, instead)
     return _right[key]
-
-
-def agrees(case: Case[Tried], run: Tried, instead: str = "MLX's operations") -> bool:
-    """Whether a kernel is right on this case, tried now; if not, a warning says why. See is_right."""
-    return _said(judged(case, run, "kernel"), instead)
 
 
 def _said(verdict: Verdict, instead: str) -> bool:

@@ -1,13 +1,16 @@
-"""The measure of error that all trials share, and memory full of NaN, which shows elements that a kernel leaves out."""
+"""What trials share: the measure of error, and memory full of NaN, which shows elements that a kernel leaves out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
 
 from ...machine.host_memory import as_numpy
+from ..kernels.cubin import launching
+from ..tracing import trace
 
 Kind = tuple[tuple[int, ...], mx.Dtype]
 
@@ -18,6 +21,17 @@ ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 # MLX reuses freed buffers by size; these are the sizes filled with NaN, as powers of two of fp32 numbers.
 _POWERS = range(4, 23)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within the context a trial is apart from the step that is traced around it, because its numbers are compared.
+
+    Its kernels are launched even if those of the step are only built, and its loops over a long row take all turns even
+    if those of a plan's step leave most of them out.
+    """
+    with launching(), trace.outside():
+        yield
 
 
 def largest_element(array: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from ...errors import first_line
-from ..kernels.cubin import launching
+from .measure import apart
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class TrialTime:
     same_bits: bool
 
 
-@launching()
+@apart()
 def side_by_side(runs: Mapping[str, Run]) -> dict[str, TrialTime]:
     """Time each implementation, in rounds, so that a busy moment slows all of them; the shortest time counts.
 

@@ -8,7 +8,7 @@ before its first use on a machine (passes.py).
 from .conv import conv_heads, conv_silu
 from .gating import gates, log_gate
 from .heads import times_gate, turned_heads
-from .norms import gated_norm, norm, norm_and_gate
+from .norms import gated_norm
 from .silu import swiglu
 
 __all__ = [
@@ -17,8 +17,6 @@ __all__ = [
     "gated_norm",
     "gates",
     "log_gate",
-    "norm",
-    "norm_and_gate",
     "swiglu",
     "times_gate",
     "turned_heads",

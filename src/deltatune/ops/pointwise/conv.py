@@ -63,10 +63,8 @@ def conv_silu(x: mx.array, weight: mx.array, segments: mx.array | None = None) -
 
     x [B, K - 1 + T, C], C a multiple of 8, has the state of K - 1 inputs, oldest first, then the tokens; weight is [C,
     K], K from 2 to 4. With segments [B, T], integers that never decrease along T, an output depends on inputs of its
-    own segment only; the state counts as part of the first. ValueError where `covers` refuses the arrays.
+    own segment only; the state counts as part of the first. `serves` says whether arrays fit.
     """
-    if not covers(x, weight):
-        raise ValueError(f"conv_silu: x must be [B, K - 1 + T, 8 n], weight [8 n, K], got {x.shape}, {weight.shape}.")
     return _passes(_joined_form(x, weight, segments))(x, weight, *_fixed(segments))[0]
 
 
@@ -77,37 +75,23 @@ def conv_heads(
 
     x [B, T, C] has the channels of the queries, the keys and then the values, each a multiple of 8; state [B, K - 1, C]
     the inputs before it, None for zeros; weight and segments are as for `conv_silu`. Queries and keys come as [B, T,
-    count, size], values as [B, T, the other channels]. ValueError where `covers_heads` refuses the arrays.
+    count, size], values as [B, T, the other channels]. `serves_heads` says whether arrays fit.
     """
-    if not covers_heads(x, weight, heads, state):
-        before = None if state is None else state.shape
-        raise ValueError(f"conv_heads: x {x.shape}, weight {weight.shape} and state {before} do not fit {heads}.")
     form = _Form(weight.shape[1], x.shape[2], heads, False, state is not None, segments is not None)
     arrays = [x, *([] if state is None else [state]), weight, *_fixed(segments)]
     return _passes(form)(*arrays)
 
 
-def covers(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernels of `conv_silu` can compute with arrays of these shapes and dtypes."""
-    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in TAPS:
-        return False
-    return mx.issubdtype(x.dtype, mx.floating) and x.shape[2] % 8 == 0 and x.shape[1] >= weight.shape[1] and x.size > 0
-
-
-def covers_heads(x: mx.array, weight: mx.array, heads: NormedHeads, state: mx.array | None = None) -> bool:
-    """Whether the kernels of `conv_heads` can compute with arrays of these shapes and dtypes."""
-    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in TAPS:
-        return False
-    if state is not None and (state.dtype != x.dtype or state.shape != (x.shape[0], weight.shape[1] - 1, x.shape[2])):
-        return False
-    values = x.shape[2] - 2 * heads.channels
-    fits = heads.size % _LANE == values % _LANE == 0 and heads.size <= LARGEST_HEAD and heads.count > 0 < values
-    return fits and mx.issubdtype(x.dtype, mx.floating) and x.size > 0
+def _fits(x: mx.array, weight: mx.array) -> bool:
+    """Whether the arrays are large floats x [B, T, C] and a weight [C, K] that the kernels know."""
+    taps = x.ndim == 3 and weight.ndim == 2 and weight.shape[0] == x.shape[2] and weight.shape[1] in TAPS
+    return taps and x.size >= LEAST and mx.issubdtype(x.dtype, mx.floating)
 
 
 def serves(x: mx.array, weight: mx.array, segments: mx.array | None = None) -> bool:
     """Whether `conv_silu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    return x.size >= LEAST and covers(x, weight) and _is_right(_joined_form(x, weight, segments), x, weight)
+    fits = _fits(x, weight) and x.shape[2] % _LANE == 0 and x.shape[1] >= weight.shape[1]
+    return fits and _is_right(_joined_form(x, weight, segments), x, weight)
 
 
 def serves_heads(
@@ -118,7 +102,12 @@ def serves_heads(
     segments: mx.array | None = None,
 ) -> bool:
     """Whether `conv_heads` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    if x.size < LEAST or not covers_heads(x, weight, heads, state):
+    if not _fits(x, weight):
+        return False
+    values = x.shape[2] - 2 * heads.channels
+    if heads.size % _LANE or heads.size > LARGEST_HEAD or values % _LANE or values <= 0:
+        return False
+    if state is not None and (state.dtype != x.dtype or state.shape != (x.shape[0], weight.shape[1] - 1, x.shape[2])):
         return False
     form = _Form(weight.shape[1], x.shape[2], heads, False, state is not None, segments is not None)
     return _is_right(form, x, weight)

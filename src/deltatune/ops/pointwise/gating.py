@@ -19,30 +19,20 @@ def gates(
 ) -> tuple[mx.array, mx.array]:
     """Return log_g = -exp(A_log) softplus(a + dt_bias) and beta = largest_beta * sigmoid(b), with one kernel each way.
 
-    a and b are [..., H] floats of one dtype, A_log and dt_bias [H], and the results [..., H] fp32. ValueError where
-    `covers` refuses the arrays. Source: `compute_g` in mlx_lm/models/gated_delta.py.
+    a and b are [..., H] floats of one dtype, A_log and dt_bias [H], and the results [..., H] fp32. `serves` says
+    whether arrays fit. Source: `compute_g` in mlx_lm/models/gated_delta.py.
     """
-    if not covers(a, b, A_log, dt_bias):
-        raise ValueError(
-            f"gates: a {a.shape}, b {b.shape}, A_log {A_log.shape} and dt_bias {dt_bias.shape} do not fit."
-        )
     passes = _passes(a.shape[-1], float(largest_beta))
     log_g, beta = passes(a, b, A_log, dt_bias)
     return log_g, beta
 
 
-def covers(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> bool:
-    """Whether the kernels can compute with arrays of these shapes and dtypes, which have one gate per head."""
-    heads = a.shape[-1:]
-    fits = a.shape == b.shape and a.dtype == b.dtype and A_log.shape == dt_bias.shape == heads
-    return fits and a.size > 0 and mx.issubdtype(a.dtype, mx.floating)
-
-
 def serves(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, largest_beta: float = 1.0) -> bool:
-    """Whether `gates` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    if a.size < LEAST or not covers(a, b, A_log, dt_bias):
-        return False
+    """Whether `gates` is to be used: the gates are one per head, the kernels are faster, and were found right here."""
     heads = a.shape[-1]
+    fits = a.shape == b.shape and a.dtype == b.dtype and A_log.shape == dt_bias.shape == (heads,)
+    if not fits or a.size < LEAST or not mx.issubdtype(a.dtype, mx.floating):
+        return False
     kinds = [((2, 6, heads), a.dtype)] * 2 + [(x.shape, x.dtype) for x in (A_log, dt_bias)]
     return _passes(heads, float(largest_beta)).passes_trial(*kinds)
 

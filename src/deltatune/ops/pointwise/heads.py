@@ -34,15 +34,9 @@ def turned_heads(
 
     x is [B, T, H, W], W one of WIDTHS, or [B, T, H, 2 W] if gated, with the gate in each head's second half; the weight
     is [W], and rotary_dims one of ROTARY. The result is [B, H, T, W] in x's dtype, and the gates' [B, T, H, W].
-    ValueError where `covers` refuses the arrays. Source: `Qwen3NextAttention` of mlx_lm/models/qwen3_next.py, with
+    `serves` says whether arrays fit. Source: `Qwen3NextAttention` of mlx_lm/models/qwen3_next.py, with
     `mx.fast.rope` (traditional=False).
     """
-    if not covers(x, weight, rotary_dims, gated):
-        raise ValueError(
-            f"turned_heads: x {x.shape} {x.dtype}, weight {weight.shape} and {rotary_dims} rotary dimensions do not "
-            f"fit; expected floats [B, T, H, {'2 W' if gated else 'W'}], W one of {WIDTHS}, a weight [W], and rotary "
-            f"dimensions up to W among {ROTARY}."
-        )
     form = _form(x, weight, eps, rotary_dims, base, gated)
     return _turned(form)(x, weight, frequencies(rotary_dims, float(base)))
 
@@ -50,37 +44,17 @@ def turned_heads(
 def times_gate(y: mx.array, gate: mx.array) -> mx.array:
     """Return attention's output y [B, H, T, W] times a gate [B, T, H, W], as the gate lies, with one kernel each way.
 
-    W is a multiple of 8, and both have one dtype; ValueError where `covers_gate` refuses the arrays.
+    W is a multiple of 8, and both have one dtype, or `serves_gate` is false.
     """
-    if not covers_gate(y, gate):
-        raise ValueError(
-            f"times_gate: y {y.shape} {y.dtype} and gate {gate.shape} {gate.dtype} do not fit; expected floats "
-            "[B, H, T, 8 n] and a gate [B, T, H, 8 n] of the same dtype."
-        )
     return _gated(y.shape[-1])(y, gate)[0]
-
-
-def covers(x: mx.array, weight: mx.array, rotary_dims: int, gated: bool) -> bool:
-    """Whether the kernels of `turned_heads` can compute with these arrays."""
-    if x.ndim != 4 or weight.ndim != 1 or weight.shape[0] not in WIDTHS or x.size == 0:
-        return False
-    width = weight.shape[0]
-    fits = x.shape[-1] == width * (2 if gated else 1) and rotary_dims in ROTARY and rotary_dims <= width
-    return fits and mx.issubdtype(x.dtype, mx.floating)
-
-
-def covers_gate(y: mx.array, gate: mx.array) -> bool:
-    """Whether the kernels of `times_gate` can compute with these arrays."""
-    if y.ndim != 4 or gate.ndim != 4 or y.size == 0 or y.shape[-1] % 8:
-        return False
-    batch, heads, length, width = y.shape
-    fits = gate.shape == (batch, length, heads, width) and gate.dtype == y.dtype
-    return fits and mx.issubdtype(y.dtype, mx.floating)
 
 
 def serves(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: float, gated: bool) -> bool:
     """Whether `turned_heads` is to be used: the kernels cover the arrays, are faster, and were found right here."""
-    if not large_enough(x) or not covers(x, weight, rotary_dims, gated):
+    width = weight.shape[0]
+    fits = x.ndim == 4 and x.shape[-1] == width * (2 if gated else 1) and width in WIDTHS
+    fits = fits and rotary_dims in ROTARY and rotary_dims <= width and mx.issubdtype(x.dtype, mx.floating)
+    if not fits or not x.size or not large_enough(x):
         return False
     form = _form(x, weight, eps, rotary_dims, base, gated)
     shape = (2, 37, 3 * form.heads, x.shape[-1])
@@ -90,9 +64,10 @@ def serves(x: mx.array, weight: mx.array, eps: float, rotary_dims: int, base: fl
 
 def serves_gate(y: mx.array, gate: mx.array) -> bool:
     """Whether `times_gate` is to be used: the kernels cover the arrays, are faster, and were found right here."""
-    if not large_enough(y) or not covers_gate(y, gate):
+    batch, heads, length, width = y.shape
+    fits = gate.shape == (batch, length, heads, width) and gate.dtype == y.dtype and width % 8 == 0
+    if not fits or not large_enough(y) or not mx.issubdtype(y.dtype, mx.floating):
         return False
-    width = y.shape[-1]
     return _gated(width).passes_trial(((2, 3, 37, width), y.dtype), ((2, 37, 3, width), y.dtype))
 
 

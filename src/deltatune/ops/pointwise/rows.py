@@ -6,18 +6,14 @@ four more passes over memory. take_rows and sum_rows have no gradients, since th
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
-from ..functional import with_gradient
 from ..kernels.launch import Arrays, Device, Outputs, forced
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import as_float64, random_arrays
-from ..recomputation import is_small_case, note
+from ..recomputation import is_small_case
 from .passes import BOUNDS, LEAST, by_lane
 
 # How many elements one lane holds.
@@ -36,31 +32,6 @@ def take_rows(x: mx.array, index: mx.array) -> mx.array:
     outputs: Outputs = {"y": ((index.size, x.shape[1]), x.dtype)}
     sizes = (f"(long)index_shape[0] * {_WIDTH}", f"(int){_WIDTH}", "x_shape[0]")
     return by_lane("rows_taken", inputs, outputs, sizes, index.size * x.shape[1] // _LANE)()[0]
-
-
-def embedded(weight: mx.array, ids: mx.array) -> mx.array:
-    """Return weight[ids], with the weight's gradient by MLX's operations, which run only where something uses it.
-
-    The weight is [N, D], D a multiple of 8.
-    """
-    if is_small_case():
-        note("embedded")
-        return mx.take(weight, ids, axis=0)
-    return _embedded()(weight, ids)
-
-
-@cache
-def _embedded() -> Any:
-    def forward(weight: mx.array, ids: mx.array) -> mx.array:
-        return take_rows(weight, ids.reshape(-1)).reshape(*ids.shape, -1)
-
-    def backward(primals: Any, cotangent: mx.array, _output: mx.array) -> list[mx.array]:
-        weight, ids = primals
-        # The ids are an argument: mx.vjp walks through everything that an array which is none was computed from.
-        _, (gradient, _) = mx.vjp(lambda weight, ids: [weight[mx.stop_gradient(ids)]], [weight, ids], [cotangent])
-        return [gradient, mx.zeros_like(ids)]
-
-    return with_gradient(forward, backward)
 
 
 def sum_rows(x: mx.array, index: mx.array, weights: mx.array | None = None, dtype: mx.Dtype | None = None) -> mx.array:

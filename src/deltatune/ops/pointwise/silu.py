@@ -11,25 +11,15 @@ from .passes import Arrays, Passes, by_lane, pieces_of
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x, computed in fp32, with one kernel forward and one backward.
-
-    Both have one shape and dtype, and a multiple of 8 as their number of elements, or ValueError.
-    """
-    if not covers(gate, x):
-        got = f"{list(gate.shape)} {gate.dtype} and {list(x.shape)} {x.dtype}"
-        raise ValueError(f"swiglu: gate and x must be floats of one shape and dtype, a multiple of 8, got {got}.")
+    """Return silu(gate) * x, computed in fp32, with one kernel forward and one backward, where `serves` is true."""
     return _PASSES(gate, x)[0]
-
-
-def covers(gate: mx.array, x: mx.array) -> bool:
-    """Whether the kernels can compute with arrays of these shapes and dtypes."""
-    match = gate.shape == x.shape and gate.dtype == x.dtype
-    return match and mx.issubdtype(gate.dtype, mx.floating) and gate.size > 0 and gate.size % 8 == 0
 
 
 def serves(gate: mx.array, x: mx.array) -> bool:
     """Whether `swiglu` is to be used: the kernels cover these arrays, are faster, and were found right here."""
-    return large_enough(gate) and covers(gate, x) and _PASSES.passes_trial(*[((2, 48, 8), gate.dtype)] * 2)
+    fits = gate.shape == x.shape and gate.dtype == x.dtype and gate.size % 8 == 0 < gate.size
+    fits = fits and mx.issubdtype(gate.dtype, mx.floating)
+    return fits and large_enough(gate) and _PASSES.passes_trial(*[((2, 48, 8), gate.dtype)] * 2)
 
 
 def _plain(gate: mx.array, x: mx.array) -> Arrays:

@@ -41,8 +41,8 @@ BACKWARD = replace(FORWARD, name="weighted_norm_backward", arrays=("eps", "h", "
 def weighted_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in fp32 and rounded once.
 
-    x is [..., W], W a multiple of 8, and the weight [W]; ValueError where `covers` refuses them. `mx.fast.rms_norm`
-    rounds the norm before it multiplies it by the weight.
+    x is [..., W], W a multiple of 8, and the weight [W]; `covers` says whether they fit. `mx.fast.rms_norm` rounds the
+    norm before it multiplies it by the weight.
     """
     return _called("alone", eps, x, weight)[0]
 
@@ -67,17 +67,14 @@ def covers(x: mx.array, weight: mx.array, *others: mx.array) -> bool:
     """Whether the kernels can compute with x, a weight, and the arrays added to x."""
     match = all(other.shape == x.shape and other.dtype == x.dtype for other in others)
     floats = x.dtype in BOUNDS and weight.dtype in BOUNDS
-    return match and floats and x.size > 0 and weight.shape == x.shape[-1:] and _fits(x.shape[-1])
+    width = x.shape[-1]
+    return match and floats and x.size > 0 and weight.shape == (width,) and width % 8 == 0 and width <= WIDEST
 
 
 def serves(x: mx.array, weight: mx.array, eps: float, *others: mx.array) -> bool:
     """Whether the kernels are to be used: they cover these arrays, are faster, and were found right on this machine."""
     fits = large_enough(x) and covers(x, weight, *others)
     return fits and OPERATOR.serves(x.shape[-1], x.dtype, weight.dtype, float(eps))
-
-
-def _fits(width: int) -> bool:
-    return width % 8 == 0 and width <= WIDEST
 
 
 _NO_SECOND_DERIVATIVE = "An RMS norm has no second derivative: its backward pass is written by hand."
@@ -99,7 +96,6 @@ def _function(kind: str, eps: float) -> Any:
 
     def forward(x: mx.array, *more: mx.array) -> list[mx.array]:
         *others, weight = more
-        _check(x, weight, *others)
         inputs: Arrays = {"x": x, "weight": weight} | dict(zip(("other",), others, strict=False))
         results = _launch(FORWARD, inputs, ("total", "y") if others else ("y",), eps)
         return [x, *results] if kind == "branch" else results
@@ -117,15 +113,6 @@ def _function(kind: str, eps: float) -> Any:
         return _launch(BACKWARD, inputs, ("dx",), eps)[0]
 
     return with_gradient(forward, vjp)
-
-
-def _check(x: mx.array, weight: mx.array, *others: mx.array) -> None:
-    if not covers(x, weight, *others):
-        got = " and ".join(f"{list(array.shape)} {array.dtype}" for array in (x, *others))
-        raise ValueError(
-            f"weighted norms: {got} with a weight {list(weight.shape)} {weight.dtype} do not fit; expected floats of "
-            f"one shape and dtype, a width that is a multiple of 8 and at most {WIDEST}, and a weight of that width."
-        )
 
 
 def _weight_gradient(h: mx.array, weight: mx.array, dy: mx.array, eps: float) -> mx.array:

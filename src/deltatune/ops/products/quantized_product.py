@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from ...machine import backend
 from ..functional import is_floating, with_gradient
 from ..pointwise import unpacking
 from ..tracing import trace
+from ..tracing.turns import blank, turns
 
 # The number of rows from which unpacking first is faster; on Metal choice.py compares times.
 ROWS = {"cpu": 8, "cuda": 64}
@@ -31,6 +31,9 @@ ROWS_OF_LARGE = 8
 LARGE = 10**8
 # The size of a slab, the part of a matrix that is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20, "metal": 256 * 2**20}
+# The slabs at either end that a plan traces: together they fill MLX's queue, which holds their numbers.
+_SLABS_IN_PLAN = 12
+_PACKED_SLABS_IN_PLAN = 3
 
 
 class Quantization(NamedTuple):
@@ -168,7 +171,11 @@ def rows_times(
     slab_rows = max(1, backend.here(SLAB_BYTES) // (dtype.size * inputs)) if w.ndim == 2 else w.shape[-2]
     # Columns of the result, one array per slab; without `transpose`, the sum so far.
     results = [] if onto is None else [onto.astype(dtype)]
-    for start, stop in pairwise([*range(0, w.shape[-2], slab_rows), w.shape[-2]]):
+    ends = _SLABS_IN_PLAN if quantization is None else _PACKED_SLABS_IN_PLAN
+    for start, stop, left_out in turns([*range(0, w.shape[-2], slab_rows), w.shape[-2]], ends, ends):
+        if left_out:
+            results += [blank(results[-1], stop - start, results[-1:], rows.ndim - 1)] if transpose else []
+            continue
         # A slab waits for its rows. Otherwise MLX may unpack it long before, and mx.compile, which computes equal
         # things once, would keep the slab of the forward pass for the backward pass.
         slab = mx.depends([array[..., start:stop, :] for array in (w, *stored)], [results[-1] if results else rows])
@@ -210,12 +217,26 @@ def unpacked(
         numbers = dtype or scales.dtype
         if biases is not None and unpacking.serves(w, scales, biases, numbers, **packing):
             return unpacking.unpack([w, scales, biases], packing["group_size"], packing["bits"], numbers)
+        if biases is not None and _divides_words(**packing):
+            return _shifted(w, scales, biases, packing["group_size"], packing["bits"]).astype(numbers)
         return mx.dequantize(w, scales, biases, dtype=dtype, **packing)
     matrices = [
         mx.dequantize(w[i], scales[i], None, global_scale=global_scale[i], dtype=dtype, **packing)
         for i in range(w.shape[0])
     ]
     return mx.stack(matrices)
+
+
+def _divides_words(bits: int | None = None, group_size: int | None = None, mode: str = "affine") -> bool:
+    """Whether words hold whole numbers of so many bits, with a scale and a bias, and a CPU unpacks them."""
+    return mode == "affine" and backend.computes_in_fp32() and bool(group_size and bits and 32 % bits == 0)
+
+
+def _shifted(w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
+    """Return mx.dequantize in the scales' dtype, with the same bits; MLX makes arrays for each of a word's numbers."""
+    numbers = (w[..., None] >> mx.arange(0, 32, bits, dtype=mx.uint32)) & (2**bits - 1)
+    groups = numbers.reshape(*scales.shape, group_size).astype(scales.dtype)
+    return (groups * scales[..., None] + biases[..., None]).reshape(*w.shape[:-1], -1)
 
 
 # The number of rows from which converting a matrix in 16 bits pays.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from .context import Context
+from .context import Changed, Context
 from .known import Known
 
 
@@ -69,6 +69,8 @@ class Trace:
         recomputed: Whether the layer that runs is checkpointed, so that it keeps nothing for its backward pass.
         once: Whether a training step is traced, which nobody maps or differentiates twice.
         shortened: Whether a plan is traced, without most turns of long loops (turns.py).
+        inner_layers: The layers, in the trace of a plan, whose peaks other layers of their kinds tell: one piece at
+            either end of a row is enough for them.
         cheap_twice: Whether a backward pass recomputes the results of cheap operators.
         random_key: The key that the next draw splits, as the one item of a list, so that mx.compile can take it as a
             state; None where MLX's own key serves.
@@ -92,6 +94,7 @@ class Trace:
     recomputed: bool = False
     once: bool = False
     shortened: bool = False
+    inner_layers: Sequence[nn.Module] = ()
     cheap_twice: bool = False
     random_key: list[mx.array] | None = None
     side_outputs: list[mx.array] | None = None
@@ -107,3 +110,8 @@ class Trace:
 _context = Context(Trace(), known=Known)
 current = _context.current
 having = _context.having
+
+
+def outside() -> Changed[Trace]:
+    """Within the context the trace is that outside all contexts, for what is computed while a step is traced."""
+    return having(**vars(Trace()))

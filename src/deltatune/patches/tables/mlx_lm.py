@@ -154,7 +154,7 @@ def _taps(conv: Any, x: mx.array, documents: mx.array | None = None) -> mx.array
     state = x[:, :before]
     weight = conv.weight[..., 0]
     bias = conv.bias if "bias" in conv else None
-    return causal_conv(x[:, before:], weight, bias, initial_state=state, segments=documents)[0]
+    return causal_conv(x[:, before:], weight, bias, initial_state=state, segments=documents)
 
 
 # The fields that the records of this function share, in either package.

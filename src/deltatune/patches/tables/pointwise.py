@@ -20,7 +20,7 @@ from ...ops.decoding import gated_attention_token, token_products
 from ...ops.decoding.gated_attention_token import GatedAttention, RowArrays
 from ...ops.decoding.row_caches import AttentionRows
 from ...ops.decoding.token_products import normed, total
-from ...ops.pointwise import activations, heads, norms, rows
+from ...ops.pointwise import activations, heads
 from ...ops.pointwise.passes import OPERATOR as PASSES
 from ...ops.pointwise.weighted_norms import branch_norm, covers, serves, sum_norm, weighted_norm
 from ...ops.recomputation import from_inputs, keeps_inputs_alone, remember, remembered
@@ -43,32 +43,6 @@ from ..small_cases import (
 )
 from ..whole_rows import decodes
 from .mlx_lm import Convolution
-
-
-def _normalize_qk(upstream: Function) -> Function:
-    def normalize_qk(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array]:
-        if decodes(q.shape[1]):
-            return upstream(q, k, inv_scale=inv_scale, eps=eps)
-        # Upstream divides by the root of the sum of x^2, and norm() by that of the mean; hence these factors.
-        numbers = [(inv_scale**2, eps * inv_scale**2), (inv_scale, eps * inv_scale**2)]
-        pairs = list(zip((q, k), numbers, strict=True))
-        if not all(norms.norm_serves(x, *number) for x, number in pairs):
-            return upstream(q, k, inv_scale=inv_scale, eps=eps)
-        return norms.norm(q, *numbers[0]), norms.norm(k, *numbers[1])
-
-    return normalize_qk
-
-
-def _embedding(upstream: Function) -> Function:
-    def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
-        if not isinstance(x, mx.array) or (x.ndim == 2 and decodes(x.shape[1])):
-            return upstream(self, x)
-        weight = self["weight"]
-        if mx.issubdtype(x.dtype, mx.integer) and rows.serves(weight, x.size):
-            return rows.embedded(weight, x)
-        return upstream(self, x)
-
-    return __call__
 
 
 def _linear(upstream: Function) -> Function:
@@ -142,12 +116,9 @@ def _queries_and_gate(layer: Any, both: mx.array) -> Sequence[mx.array] | None:
     weight = layer.q_norm["weight"]
     eps = layer.q_norm.eps
     rotary = _rotary(layer.rope)
-    if rotary is not None and heads.serves(both, weight, eps, *rotary, gated=True):
-        return heads.turned_heads(both, weight, eps, *rotary, gated=True)
-    if not norms.norm_and_gate_serves(both, weight, eps):
+    if rotary is None or not heads.serves(both, weight, eps, *rotary, gated=True):
         return None
-    queries, gate = norms.norm_and_gate(both, weight, eps)
-    return layer.rope(queries.swapaxes(1, 2)), gate
+    return heads.turned_heads(both, weight, eps, *rotary, gated=True)
 
 
 def _keys(layer: Any, keys: mx.array) -> mx.array:
@@ -168,19 +139,7 @@ def _rotary(rope: Any) -> tuple[int, float] | None:
     return (rope.dims, rope.base) if plain else None
 
 
-_RECORD: dict[str, Any] = {
-    "reason": "on an NVIDIA GPU it reads memory several times, forward and backward, where once is enough",
-    "without": "Training on an NVIDIA GPU is slower then, and needs a little more memory; nothing else changes.",
-}
-
 PATCHES = (
-    Patch(
-        **_RECORD | {"reason": "on an NVIDIA GPU it copies element by element, at a sixth of the memory's speed"},
-        module="mlx.nn.layers.embedding",
-        name="Embedding.__call__",
-        replacement=_embedding,
-        check=same_layer(lambda: mx.array([[3, 1, 3]]), build=lambda cls: cls(6, WIDTH), inside=serving),
-    ),
     Patch(
         module="mlx.nn.layers.linear",
         name="Linear.__call__",
@@ -188,15 +147,6 @@ PATCHES = (
         without="Answers to many prompts at once take longer on an NVIDIA GPU then; nothing else changes.",
         replacement=_linear,
         check=same_layer(one_token, build=lambda cls: cls(WIDTH, 6, bias=False), inside=answering, gradient=False),
-    ),
-    Patch(
-        **_RECORD,
-        module="mlx_lm.models.gated_delta",
-        name="normalize_qk",
-        replacement=_normalize_qk,
-        check=alike(
-            layer_input, lambda: 2 - layer_input(), call=lambda f, q, k: f(q, k, inv_scale=WIDTH**-0.5, eps=0.1)
-        ),
     ),
 )
 ATTENTION = Patch(

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ...errors import UserError, first_line
-from ...machine import backend
-from ...machine.host_memory import as_numpy
 from ...ops.kernels.pinned_copies import PinnedRoom
 
 # The folder of rank 0 is `layer_inputs_0` in the run's own, and is there while the run goes on.
@@ -177,42 +174,16 @@ class InputsOnDisk(_Offloaded):
             ) from error
 
 
-class PlainRoom:
-    """NumPy's memory for one array of `size` bytes, where MLX's arrays lie in the host's memory anyway."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self._bytes = np.empty(size, np.uint8)
-        self._kind: tuple[tuple[int, ...], mx.Dtype] = (), mx.float32
-
-    def write(self, x: mx.array) -> mx.array:
-        self._kind = x.shape, x.dtype
-        self._bytes[: x.nbytes] = as_numpy(x.reshape(-1).view(mx.uint8))
-        return mx.array(0)
-
-    def read(self) -> mx.array:
-        shape, dtype = self._kind
-        size = int(np.prod(shape)) * dtype.size
-        return mx.array(self._bytes[:size]).view(dtype).reshape(shape)
-
-    def free(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-
-
-# Memory of the host for one array at a time.
-Room = PlainRoom | PinnedRoom
-
-
 class InputsOnHost(_Offloaded):
     """Copies arrays to the host's memory, which is taken at the first step and used again until close().
 
     `room` takes the host's memory for an array of so many bytes; a MemoryError says that there is none.
     """
 
-    def __init__(self, disk: DiskTime, room: Callable[[int], Room] | None = None):
+    def __init__(self, disk: DiskTime, room: Callable[[int], PinnedRoom] = PinnedRoom):
         super().__init__(disk, mx.default_device())
-        self._room = room or (PinnedRoom if backend.has_own_memory() else PlainRoom)
-        self._rooms: list[Room] = []
+        self._room = room
+        self._rooms: list[PinnedRoom] = []
         self._copying: mx.array | None = None
 
     def clear(self) -> None:
@@ -246,7 +217,7 @@ class InputsOnHost(_Offloaded):
     def _copy(self, at: int) -> mx.array:
         return self._rooms[at].read()
 
-    def _room_for(self, size: int) -> Room:
+    def _room_for(self, size: int) -> PinnedRoom:
         at = self._count
         known = len(self._rooms)
         if at < known and self._rooms[at].size >= size:

@@ -30,7 +30,7 @@ from ...patches.whole_rows import whole_rows
 from ..batch_loss import Arrays, LossFunction, loss_of
 from ..compiled import Compiled
 from ..tree import arrays_at, holding, leaves, places
-from ..updates.routers import RouterLosses, mean_with
+from ..updates.routers import RouterLoss, mean_with
 from .layer_calls import Recorder, by_itself, passed_on
 from .layer_functions import BatchInTrace, LayerFunction, lowest_layer, signature
 from .store import ResidentLayers
@@ -56,7 +56,7 @@ class AroundLayers:
     `recorded` has the calls of the layers once before() was traced.
     """
 
-    def __init__(self, passes: LayerPasses, routers: RouterLosses | None):
+    def __init__(self, passes: LayerPasses, routers: RouterLoss | None):
         self._passes = passes
         self._routers = routers
         self.recorded = Recorder()
@@ -292,7 +292,7 @@ class LayerPasses:
         batch: Arrays,
         parameters: Any,
         key: mx.array,
-        routers: RouterLosses | None = None,
+        routers: RouterLoss | None = None,
         lengths: mx.array | None = None,
         watch: Watch | None = None,
     ) -> tuple[Any, ...]:
@@ -443,7 +443,7 @@ class LayerPasses:
 
     @contextmanager
     def _telling(
-        self, batch: Arrays, routers: RouterLosses | None, lengths: mx.array | None, *, trains: bool
+        self, batch: Arrays, routers: RouterLoss | None, lengths: mx.array | None, *, trains: bool
     ) -> Iterator[BatchInTrace]:
         """Enter the contexts around the trace of a step or of an evaluation; yield the arrays that the trace holds."""
         with ExitStack() as stack:
@@ -458,7 +458,7 @@ class LayerPasses:
             watch = trace.current().routers
             yield BatchInTrace(batch.segments, None if watch is None else watch.real)
 
-    def _around(self, batch: Arrays, told: BatchInTrace, routers: RouterLosses | None) -> AroundLayers:
+    def _around(self, batch: Arrays, told: BatchInTrace, routers: RouterLoss | None) -> AroundLayers:
         shapes = tuple((path, array.shape, array.dtype) for path, array in leaves(batch) if array is not None)
         kind = shapes, self.model.training, told.real is not None, trace.current().whole_rows
         if kind not in self._arounds:

@@ -33,6 +33,7 @@ from ...models.load import Loaded
 from ...models.vision.split import has_vision
 from ...models.vocabulary import check_prompt
 from ...options.config import TrainConfig
+from ...options.generation import AnswerOptions
 from ..by_layer.store import Store
 from ..distributed import World
 from ..ending.early_end import Ending
@@ -53,6 +54,8 @@ class Samples:
         self._tokenizer = loaded.tokenizer
         self._config = config
         self._plain = plain_text
+        # The largest number of tokens in an answer.
+        self._most = config.max_completion_length if config.samples_answers else AnswerOptions.max_tokens
         chat = bool(config.sample_prompts) and not plain_text
         self._inference = Inference(loaded, chat=chat, weights=weights)
         if config.sample_prompts and has_vision(loaded.model) and loaded.processor is None:
@@ -86,8 +89,7 @@ class Samples:
         answers = []
         for prompt in self.prompts:
             parts = []
-            most = self._config.sample_max_tokens
-            with contextlib.closing(self._inference.answer(prompt, most)) as pieces:
+            with contextlib.closing(self._inference.answer(prompt, self._most)) as pieces:
                 for piece in pieces:
                     parts.append(piece.text)
                     if ended():

@@ -149,9 +149,10 @@ def facts(
 
 def _batches(config: TrainConfig, splits: Splits, order: BatchOrder | StreamOrder, world: World) -> str:
     """Describe the batches, such as `44 rows an epoch, 4 a batch`."""
-    if isinstance(order, StreamOrder):
-        rows = f"{order.window_rows:,} rows are read and shuffled at a time"
+    if isinstance(splits, StreamedSplits):
+        rows = f"{splits.stream.rows:,} rows are read and shuffled at a time"
     else:
+        assert isinstance(order, BatchOrder)
         rows = f"{order.rows:,} {'row' if order.rows == 1 else 'rows'} an epoch"
     share = f", {config.batch_size // world.size} on each of {world.size} ranks" if world.size > 1 else ""
     if config.packs_data and isinstance(order, BatchOrder):

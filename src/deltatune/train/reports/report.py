@@ -58,7 +58,6 @@ _PLOTS = {
     "Tokens per second": {"tokens_per_second": ""},
     "Peak memory, GB": {"peak_memory": ""},
     "Load-balancing loss of the routers": {"aux_loss": ""},
-    "z-loss of the routers": {"z_loss": ""},
 }
 # The keys of plots with a y axis that starts at 0 or below, so that it is linear until the reader chooses otherwise.
 _FROM_ZERO = {

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...data.batches.batch import Batch, RolloutBatch, bucket_widths, collate, pack
-from ...data.batches.order import BatchOrder
+from ...data.batches.order import BatchOrder, TrainingOrder
 from ...data.example import Example
 from ...data.prompts import PromptExample
 from ...machine.host_memory import as_numpy
@@ -78,7 +78,7 @@ class Scoring:
     reference: Callable[[Batch], np.ndarray]
 
 
-class RolloutOrder:
+class RolloutOrder(TrainingOrder):
     """An endless iterator of batches of sampled answers to this rank's prompts."""
 
     def __init__(
@@ -95,6 +95,7 @@ class RolloutOrder:
         self._config = config
         self._world = world
         self._variant = variant_of(config)
+        self.figures = names_of(sampler.rewards.names)
         self._sampling = 0
         # How many batches of the present sampling were handed out, and the place of its prompts in the data.
         self._used = 0
@@ -104,20 +105,11 @@ class RolloutOrder:
         self._totals = np.zeros(0)
         self._advantages = np.zeros(0)
 
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of the figures of a batch."""
-        return names_of(self.sampler.rewards.names)
-
-    def peek(self) -> None:
-        """The next batch depends on the present update."""
-
     def state(self) -> dict[str, Any]:
-        """Return the place in the data and in the sampling, as JSON values."""
         return {"sampling": self._sampling, "used": self._used, "prompts": self._place}
 
     def arrays(self, state: Mapping[str, Any]) -> dict[str, mx.array]:
-        """Return the answers that a run needs which continues from `state`, as state() gave it."""
+        """Return the present answers, where they are those of `state`."""
         rollouts = self._rollouts
         if rollouts is None or state.get("sampling") != rollouts.number:
             return {}

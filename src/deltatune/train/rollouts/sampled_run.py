@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ...data.batches.batch import Batch, RolloutBatch
-from ...data.batches.order import AnsweredOrder, BatchOrder
+from ...data.batches.order import AnsweredOrder, BatchOrder, TrainingOrder
 from ...data.batches.stream_order import StreamOrder
 from ...data.example import Example
 from ...lora.convert import without_adapters
@@ -49,7 +49,7 @@ _DRAW = 1
 _SHOWN = 3
 
 
-class StudentOrder:
+class StudentOrder(TrainingOrder):
     """An endless iterator of this rank's batches, in some of which answers of the model stand for those of the data."""
 
     figures = (SHARE, *ANSWERS)
@@ -66,23 +66,13 @@ class StudentOrder:
         self._batches: list[Batch] = []
         self._samples: list[dict[str, str]] = []
 
-    def peek(self) -> None:
-        """The next batch may depend on the present update."""
-
     def samples(self) -> list[dict[str, str]]:
-        """Return some of the answers of the last update, each with its prompt; none if the data answered it."""
         return self._samples
 
     def state(self) -> dict[str, Any]:
-        """Return the place in the data, as JSON values."""
         return {"update": self._update, "used": self._used, "data": self._place}
 
-    def arrays(self, _state: Mapping[str, Any]) -> dict[str, mx.array]:
-        """Return the arrays that the place needs: none, since answers are sampled again."""
-        return {}
-
     def restore(self, state: dict[str, Any], _arrays: Mapping[str, mx.array]) -> None:
-        """Continue from the place that state() returned."""
         self._data.restore(state["data"])
         self._update = state["update"]
         self._used = state["used"]

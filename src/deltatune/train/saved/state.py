@@ -39,9 +39,9 @@ FORMAT = 3
 FREE_OPTIONS = {
     *("model", "data", "hf_dataset", "resume_adapter_file", "teacher", "trust_remote_code", "force"),
     *("train", "test", "iters", "epochs", "val_batches", "test_batches", "early_stopping", "save_every", "keep"),
-    *("steps_per_report", "steps_per_eval", "sample_prompts", "sample_max_tokens"),
+    *("steps_per_report", "steps_per_eval", "sample_prompts"),
     *("report_to", "project_name", "adapter_path", "resume", "overwrite", "reward_timeout", "reward_errors"),
-    *("grad_checkpoint", "clear_cache_threshold", "memory"),
+    *("grad_checkpoint", "memory"),
     # The shapes of the model's tensors, which are compared, tell whether it was used.
     "resize_embeddings",
 }

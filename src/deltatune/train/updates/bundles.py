@@ -8,7 +8,7 @@ gives the same bits. The model uses parts of the bundle. train/step.py joins and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,7 +21,7 @@ from ...machine import backend
 from ...ops.pointwise import joining
 from ...ops.pointwise.stored_moments import BLOCK
 from ..tree import leaves, parted
-from .optimizer import SMALLEST, EightBit, ParameterGroup
+from .optimizer import SMALLEST, EightBit
 
 # The most numbers in a bundle; a larger array stays separate. The limit exists because queued work holds about twenty
 # copies of a bundle. It is lower on a CPU, which gains less from fewer launches. On an NVIDIA GPU one kernel updates a
@@ -29,8 +29,6 @@ from .optimizer import SMALLEST, EightBit, ParameterGroup
 MOST_NUMBERS = {"cpu": 2**16, "metal": 2**18, "cuda": 2**21}
 # The key under which a joined tree holds its bundles, beside the separate arrays.
 TOGETHER = "together"
-# The group of parameters that are in no other.
-_PLAIN = ParameterGroup()
 
 # The optimizers that treat every number independently. Those that store moments in 8 bits treat blocks so; with any
 # other optimizer, no arrays are joined.
@@ -39,13 +37,13 @@ ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax
 
 @dataclass
 class Bundle:
-    """The layout of one bundle: the paths and shapes of its parameters in order, and how an update treats them."""
+    """The layout of one bundle: the paths and shapes of its parameters in order, and whether they decay."""
 
     paths: list[str]
     shapes: list[tuple[int, ...]]
     # The dtype in which the model uses the parameters; None for the dtype of the bundle.
     used_as: mx.Dtype | None
-    group: ParameterGroup
+    decays: bool
 
     def join(self, flat: Mapping[str, mx.array]) -> mx.array:
         """Concatenate the bundle's parameters, which `flat` holds by path, into an array of one axis."""
@@ -72,8 +70,8 @@ class Bundles:
 
     A joined tree holds the bundles in a list under TOGETHER, and the remaining parameters at their own paths. Nothing
     is joined unless the optimizer is one of ELEMENTWISE, or stores moments in 8 bits. By path, `used_as` has the dtype
-    in which the model uses a parameter where it is not its own, and `groups` the settings where they are not the
-    optimizer's.
+    in which the model uses a parameter where it is not its own; `undecayed` are the paths of the parameters without
+    weight decay.
     """
 
     def __init__(
@@ -81,17 +79,17 @@ class Bundles:
         parameters: Any,
         optimizer: mlx.optimizers.Optimizer,
         used_as: Mapping[str, mx.Dtype] | None = None,
-        groups: Mapping[str, ParameterGroup] | None = None,
+        undecayed: Collection[str] = (),
     ):
         self.all: list[Bundle] = []
-        self._groups = groups or {}
+        self._undecayed = undecayed
         most = backend.here(MOST_NUMBERS)
         members = joining.MOST if joining.OPERATOR.is_for_here else math.inf
-        kinds: dict[tuple[mx.Dtype, mx.Dtype | None, ParameterGroup], tuple[Bundle, int]] = {}
+        kinds: dict[tuple[mx.Dtype, mx.Dtype | None, bool], tuple[Bundle, int]] = {}
         for path, leaf in leaves(parameters):
             if leaf.size > most or not _joins(leaf, optimizer):
                 continue
-            kind = leaf.dtype, (used_as or {}).get(path), self._groups.get(path, _PLAIN)
+            kind = leaf.dtype, (used_as or {}).get(path), path not in undecayed
             bundle, room = kinds.get(kind, (None, 0))
             if bundle is None or leaf.size > room or len(bundle.paths) >= members:
                 bundle = Bundle([], [], *kind[1:])
@@ -105,10 +103,10 @@ class Bundles:
         # The paths of all parameters that are in a bundle.
         self.members = {path for bundle in self.all for path in bundle.paths}
 
-    def group(self, path: str) -> ParameterGroup:
-        """Return the group of the parameters at a path of a joined tree."""
+    def decays(self, path: str) -> bool:
+        """Return whether the parameters at a path of a joined tree decay."""
         bundle = path.removeprefix(f"{TOGETHER}.")
-        return self._groups.get(path, _PLAIN) if bundle == path else self.all[int(bundle)].group
+        return path not in self._undecayed if bundle == path else self.all[int(bundle)].decays
 
     def join(self, tree: Any, joined: Sequence[mx.array] | None = None) -> Any:
         """Return `tree` with bundles in place of their members; `joined` gives the bundles if they exist already."""

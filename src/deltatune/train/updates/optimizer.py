@@ -1,6 +1,6 @@
 """Builds MLX optimizers and schedules by the names of mlx_lm.lora's YAML, and applies updates that are finite.
 
-Groups of parameters are updated in a way of their own: with LoRA+'s learning rates, and without weight decay.
+Some parameters are updated without weight decay.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,22 +34,6 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 _NORM = re.compile(r"(layer|rms|group|batch|instance)norm|norm$")
 
 
-class ParameterGroup(NamedTuple):
-    """How an update treats the parameters of a group: its factor of the learning rate, and whether they decay."""
-
-    rate: float = 1.0
-    decays: bool = True
-
-
-def parameter_groups(
-    model: nn.Module, optimizer: mlx.optimizers.Optimizer, config: TrainConfig
-) -> dict[str, ParameterGroup]:
-    """Return the groups of the trained parameters, by path; one without a group has the optimizer's settings."""
-    rates = _rates(model, config)
-    left_out = set(undecayed(model)) if weight_decay(optimizer) else set()
-    return {path: ParameterGroup(rates.get(path, 1.0), path not in left_out) for path in rates.keys() | left_out}
-
-
 def undecayed(model: nn.Module) -> list[str]:
     """Return the paths of the trained parameters that weight decay leaves out: norms, biases and A_log.
 
@@ -66,29 +50,16 @@ def weight_decay(optimizer: mlx.optimizers.Optimizer) -> float:
 
 
 @contextmanager
-def settings_of(optimizer: Any, group: ParameterGroup) -> Iterator[None]:
-    """Within the context, the optimizer has the learning rate and the weight decay of a group."""
-    rate = optimizer.state["learning_rate"] if group.rate != 1 else None
+def decaying(optimizer: Any, decays: bool) -> Iterator[None]:
+    """Within the context, the optimizer has its weight decay, or none."""
     decay = weight_decay(optimizer)
-    if rate is not None:
-        optimizer.state["learning_rate"] = rate * group.rate
-    if decay and not group.decays:
+    if decay and not decays:
         optimizer.weight_decay = 0.0
     try:
         yield
     finally:
-        if rate is not None:
-            optimizer.state["learning_rate"] = rate
-        if decay and not group.decays:
+        if decay and not decays:
             optimizer.weight_decay = decay
-
-
-def _rates(model: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """Return the factors of the learning rates that are not 1, by the parameters' paths: LoRA+'s, arXiv 2402.12354."""
-    if config.loraplus_lr_ratio is None:
-        return {}
-    trained = leaves(model.trainable_parameters())
-    return {path: config.loraplus_lr_ratio for path, _ in trained if path.endswith(".lora_b")}
 
 
 # The size from which a parameter's moments are quantised, as in bitsandbytes.
@@ -160,8 +131,8 @@ class UpdateOptions:
     accumulate: int = 1
     # The largest gradient norm that is not scaled down; None for no clipping.
     clip: float | None = None
-    # The groups of parameters by path; the optimizer's settings hold where the path is missing.
-    groups: Mapping[str, ParameterGroup] | None = None
+    # The paths of the parameters that are updated without weight decay.
+    undecayed: Collection[str] = ()
 
 
 OPTIMIZERS: dict[str, Callable[..., mlx.optimizers.Optimizer]] = {"adam8bit": Adam8bit, "adamw8bit": AdamW8bit}
@@ -308,13 +279,13 @@ def apply(
     gradients: Any,
     healthy: mx.array,
     clip: float | None,
-    group_of: Callable[[str], ParameterGroup] = lambda path: ParameterGroup(),
+    decays: Callable[[str], bool] = lambda path: True,
 ) -> tuple[Any, mx.array]:
     """Make one optimizer step: one parameter after another, so that memory never holds all of them twice.
 
     If the boolean scalar `healthy` is False or the norm is not finite, parameters and optimizer state stay as they are.
-    `clip` is the largest norm that is not scaled down. Returns the new parameters, and the gradients' norm before
-    clipping.
+    `clip` is the largest norm that is not scaled down, and `decays` tells by path whether a parameter decays. Returns
+    the new parameters, and the gradients' norm before clipping.
     """
     norm = global_norm(gradients)
     healthy = mx.logical_and(healthy, mx.isfinite(norm))
@@ -322,8 +293,8 @@ def apply(
     scalars = {name: value for name, value in optimizer.state.items() if isinstance(value, mx.array)}
     # Without gradients, this call only advances the schedules and the count of steps.
     optimizer.apply_gradients({}, {})
-    # The step of a group is made once, while the optimizer has the settings of that group.
-    step_of = cache(lambda group, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
+    # A step is made once with weight decay and once without, while the optimizer has that setting.
+    step_of = cache(lambda decays, in_8_bits: _kernel(optimizer, scale, healthy, in_8_bits))
 
     choose = partial(_choose, healthy)
     last: list[mx.array] = []
@@ -332,9 +303,8 @@ def apply(
         nonlocal last
         old = dict(state)
         gradient = mx.depends([gradient], last)[0] if last else gradient
-        group = group_of(path)
-        with settings_of(optimizer, group):
-            step = step_of(group, is_stored_in_8_bits(state))
+        with decaying(optimizer, decays(path)):
+            step = step_of(decays(path), is_stored_in_8_bits(state))
             if step is not None and step.serves(parameter, gradient):
                 updated, *moments = step(parameter, gradient, *(state[name] for name in step.moments))
                 state |= dict(zip(step.moments, moments, strict=True))

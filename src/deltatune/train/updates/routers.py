@@ -1,4 +1,4 @@
-"""Adds the losses of routers to the gradient of a step, and reports them (ops/experts/routing.py defines both)."""
+"""Adds the load-balancing loss of routers to the gradient of a step, and reports it (see ops/experts/routing.py)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ import numpy as np
 
 from ...data import Batch
 from ...ops.experts import routing
-from ...options.conditions import TRAINING, Facts, changed_options, refuse_unread
+from ...options.conditions import TRAINING, Facts, refuse_unread
 from ...options.config import TrainConfig
 from ...patches.tables.experts import has_routers
 from ..distributed import World
 
-#: The figures of a mixture's routers that a step reports, under transformers' names.
-FIGURES = ("aux_loss", "z_loss")
+#: The figure of a mixture's routers that a step reports, under transformers' name.
+FIGURES = ("aux_loss",)
 
 
-class RouterLosses(NamedTuple):
-    """The weights of the load-balancing loss and of the z-loss; with both 0, they are only reported.
+class RouterLoss(NamedTuple):
+    """The weight of the load-balancing loss of a mixture; with 0, the loss is only reported.
 
-    `over_ranks` sums an array over the ranks of a run, lazily; None where there is one rank. Both losses are those of
-    the tokens of all ranks, because the mean of a product is not the product of the means. Where they are only
-    reported, each rank reports its own, and nothing travels between ranks before the gradients.
+    `over_ranks` sums an array over the ranks of a run, lazily; None where there is one rank. The loss is that of the
+    tokens of all ranks, because the mean of a product is not the product of the means. Where it is only reported, each
+    rank reports its own, and nothing travels between ranks before the gradients.
     """
 
-    aux: float
-    z: float
+    factor: float
     over_ranks: Callable[[mx.array], mx.array] | None = None
 
     @property
     def trained(self) -> bool:
-        """Whether the gradient has a part from these losses."""
-        return bool(self.aux or self.z)
+        """Whether the gradient has a part from this loss."""
+        return bool(self.factor)
 
     @property
     def wait_for_ranks(self) -> bool:
@@ -43,7 +42,7 @@ class RouterLosses(NamedTuple):
         return self.trained and self.over_ranks is not None
 
     def of(self, sums: list[mx.array], weight: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the term to add to the mean loss of a micro-batch, and [2, 2]: the reported losses, and their weights.
+        """Return the term to add to the mean loss of a micro-batch, and [2, 1]: the reported loss, and its weight.
 
         The first is multiplied by `weight_or_one` of the rank's weight and summed over the ranks, and so has the weight
         of the micro-batch's targets on all ranks. Without any target, nothing is trained. `sums` are those that the
@@ -56,13 +55,13 @@ class RouterLosses(NamedTuple):
             *_, weight_of_all = summed = self.over_ranks(mx.stop_gradient(mx.concatenate([total, weight[None]])))
             # The value is that of all ranks, and the gradient goes to this rank's part of it.
             total = total + mx.stop_gradient(summed[:-1] - total)
-        losses = mx.stack(list(routing.losses([total])))
-        added = self.aux * losses[0] + self.z * losses[1] if self.trained else mx.array(0.0)
-        reported = mx.stack([losses * weight, mx.broadcast_to(weight, (2,))])
+        loss = routing.loss(total)
+        added = self.factor * loss if self.trained else mx.array(0.0)
+        reported = mx.stack([loss * weight, weight])[:, None]
         return added * (weight_of_all / weight_or_one(weight)), mx.stop_gradient(reported)
 
 
-def mean_with(routers: RouterLosses | None, sums: list[mx.array], result: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+def mean_with(routers: RouterLoss | None, sums: list[mx.array], result: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
     """Return the mean loss of a batch with the term of its routers, and the `result` of its loss with their figures.
 
     `sums` are those that the routers collected.
@@ -86,14 +85,14 @@ def router_figures(model: nn.Module) -> tuple[str, ...]:
     return FIGURES if has_routers(model) else ()
 
 
-def router_losses(model: nn.Module, config: TrainConfig, world: World) -> RouterLosses | None:
-    """Return the losses of the routers of a patched model; None for one without, for which no weight may be set."""
+def router_loss(model: nn.Module, config: TrainConfig, world: World) -> RouterLoss | None:
+    """Return the loss of the routers of a patched model; None for one without, for which no weight may be set."""
     over_ranks = world.sum if world.size > 1 else None
-    losses = RouterLosses(config.router_aux_loss_coef, config.router_z_loss_coef, over_ranks)
     if has_routers(model):
-        return losses
-    coefficients = {name: name for name in changed_options(config) if name.startswith("router_")}
-    refuse_unread(TRAINING, coefficients, config, Facts(routers=False))
+        return RouterLoss(config.router_aux_loss_coef, over_ranks)
+    if config.router_aux_loss_coef:
+        name = "router_aux_loss_coef"
+        refuse_unread(TRAINING, {name: name}, config, Facts(routers=False))
     return None
 
 

@@ -9,8 +9,8 @@ struct ChannelGradientMemory {
   static constexpr constant int span = UNSTAGED ? 128 : padded(DK);
   static constexpr constant int second_tile = C / 16 - 1, product_stride = span + 4;
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
+  static constexpr constant int state_bytes = UNSTAGED ? 0 : SLICE * Shape::state_stride * Saved<In>::bytes;
+  static constexpr constant int d_state = state + state_bytes, u = d_state + state_bytes;
   static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
@@ -266,7 +266,6 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int STAGES = Shape::STAGES;
   constexpr bool UNSTAGED = Shape::UNSTAGED, SEGMENTED = Shape::SEGMENTED, ERASES = Shape::ERASES;
-  const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = Shape::saved, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, parts = Shape::parts, column_tiles = Shape::column_tiles;
   constexpr int tasks = ((columns + 31) / 32 + parts - 1) / parts, numbers = C + columns;
@@ -340,8 +339,8 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left_gradient<Shape>(erases, right_gradient, left_y, row * 16, s, lane);
-        const auto left_u = left_deltas<Shape>(erases, u, row * 16, s, lane);
+        const auto left_right = left_if(Flag<ERASES>{}, turned(right_gradient, square, row * 16, s), left_y, lane);
+        const auto left_u = left_deltas<Shape>(u, row * 16, s, lane);
         if (ERASES && s / 16 % parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
@@ -357,7 +356,7 @@ inline void gated_delta_channel_gradients(Place at, threadgroup char* memory, in
         for (int m = 0; m < Shape::own_pairs; ++m) {
           const int column = part + m * parts;
           if (column > row) continue;
-          const auto b = right_deltas<Shape>(erases, u, s, column * 16, lane);
+          const auto b = right_deltas<Shape>(u, s, column * 16, lane);
           multiply(y_pairs[m], left_y, b, lane);
           if (ERASES) multiply(right_pairs[m], left_right, b, lane);
         }

@@ -73,16 +73,23 @@ inline constexpr int room_of() {
 }
 
 // Of each element of a state or its gradient that is saved in bf16, with one gate per head, two further bits (the tail)
-// are saved in the padding at the end of u's and of R's rows. Only the inner product of the two reads them. This is how
-// many elements of a row hold tails.
+// are saved in the padding at the end of u's and of R's rows. Where nothing is erased there are no such rows, and one bit
+// is saved in the padding of the state's own. Only the inner product of the two reads them. This is how many elements of
+// a row hold tails.
 template <typename In, int DK, bool CHANNEL>
 inline constexpr int tails_of() {
   return CHANNEL || Saved<In>::bytes != 2 ? 0 : (padded(DK) + 127) / 128 * 8;
 }
-// Elements between rows of u or of R; without an erase these hold the tails alone. Eight elements of padding, or more, spread rows over the banks of shared memory.
+// Elements between rows of u or of R, and between those of a state or its gradient. Eight elements of padding, or more,
+// spread rows over the banks of shared memory; so do 24 or 40, but not 16 or 32.
 template <typename In, int C, int DK, bool CHANNEL, bool ERASES>
 inline constexpr int row_of_chunk() {
-  return ERASES ? C + (tails_of<In, DK, CHANNEL>() > 8 ? tails_of<In, DK, CHANNEL>() : 8) : tails_of<In, DK, CHANNEL>();
+  return ERASES ? C + (tails_of<In, DK, CHANNEL>() > 8 ? tails_of<In, DK, CHANNEL>() : 8) : 0;
+}
+template <typename In, int DK, bool CHANNEL, bool ERASES>
+inline constexpr int row_of_state() {
+  return ERASES || tails_of<In, DK, CHANNEL>() <= 8 ? stride_of(DK)
+                                                    : padded(DK) + tails_of<In, DK, CHANNEL>() / 16 * 16 + 8;
 }
 
 template <bool Condition, typename X, typename Y> struct Choose { using type = X; };

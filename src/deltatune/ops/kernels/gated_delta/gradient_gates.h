@@ -76,13 +76,13 @@ inline void ends_by_pairs(threadgroup const float* diagonal, threadgroup const f
 }
 
 // The tables in shared memory that the phases of a value head leave one another.
-//   gate, before, after and rate are the gate, G, E and beta of each position.
+//   gate, before, after and rate are the gate, G, E and beta of each position. Without an erase there is no beta.
 //   before_sums, after_sums and rate_sums have, for each position, a part of each group of its row of tiles: the terms
 //   that the gates up to it receive from S, those that the gates after it receive from dS, and <R_i, u_i>.
 //   diagonal has the terms of the pairs within a tile. Of those between two tiles, row_sums has the sums of rows by the
 //   tile of the column, and column_sums those of columns by the tile of the row.
 //   state_dots are the groups' shares of <S, dS>.
-template <int C, int ROOM>
+template <int C, int ROOM, bool ERASES>
 struct GateTables {
   static constexpr constant int room = ROOM;
   Decay<C> decay;
@@ -97,6 +97,7 @@ struct GateTables {
   threadgroup float* after_sums;
   threadgroup float* rate_sums;
   threadgroup float* state_dots;
+  inline float rate_of(int i) const { return ERASES ? rate[i] : 1.0f; }
 };
 
 // Sums the rows and the columns of a tile of terms of pairs between tiles `row` and `column`, for the gates in the two.

@@ -13,10 +13,11 @@ struct GradientShape {
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, SEGMENTED = HAS_SEGMENTS;
   static constexpr constant bool ERASES = HAS_BETA, CHANNEL = GATE_A_CHANNEL;
   static constexpr constant int threads = GROUPS * 32, repeats = HV / HK;
-  // Distances of rows in shared memory: of keys and states, of dY, and of u and R.
+  // Distances of rows in shared memory: of keys, of dY, of states, and of u and R.
   static constexpr constant int stride = stride_of(DK), slice_stride = SLICE + 8;
+  static constexpr constant int state_stride = row_of_state<In, DK, CHANNEL, ERASES>();
   static constexpr constant int saved = row_of_chunk<In, C, DK, CHANNEL, ERASES>();
-  static constexpr constant int tails = tails_of<In, DK, CHANNEL>();
+  static constexpr constant int tails = tails_of<In, DK, CHANNEL>(), tail_bits = ERASES ? 2 : 1;
   static constexpr constant int blocks = C / 16, columns = padded(DK), key_tiles = columns / 16;
   static constexpr constant int parts = GROUPS / blocks, column_tiles = (key_tiles + parts - 1) / parts;
   static constexpr constant int own_pairs = (blocks + parts - 1) / parts;
@@ -30,7 +31,8 @@ inline bool is_lacking(int column) {
   return Shape::key_tiles % Shape::parts != 0 && column >= Shape::columns;
 }
 
-// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, v and dY.
+// The arrays that a gradients kernel goes through by slices, in device memory: those that the scans saved, dY, and v,
+// in place of which dY stands with an erase.
 template <typename PT, typename PU, typename PR, typename PV, typename PY, typename PM>
 struct SavedArrays {
   PT states, d_states;
@@ -47,18 +49,6 @@ inline SavedArrays<PT, PU, PR, PV, PY, PM> saved_arrays(PT states, PT d_states, 
   return SavedArrays<PT, PU, PR, PV, PY, PM>{states, d_states, u, right, values, dy, mask, length};
 }
 
-// Starts to copy a slice of v, where nothing is erased (the flag).
-template <typename Shape, typename Memory, typename Arrays>
-inline void load_values(Flag<true>, Place, threadgroup char*, thread Arrival&, Arrays, int, int) {}
-template <typename Shape, typename Memory, typename Arrays>
-inline void load_values(Flag<false>, Place at, threadgroup char* memory, thread Arrival& arrival, Arrays from, int hv,
-                        int first) {
-  constexpr int C = Shape::C, DV = Shape::DV, HV = Shape::HV, stride = Shape::slice_stride;
-  copy_rows<C, Shape::SLICE, Shape::threads>(
-      shared_at<Exact<typename Shape::In>>(memory, Memory::values, C * stride), stride,
-      from.values + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV, DV - first,
-      alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival, at.index);
-}
 // A slice's u or, where nothing is erased, v; positions from `i` on of its rows from `s` on, transposed, as an operand;
 // and those rows as a right operand.
 template <typename Shape, typename Memory>
@@ -68,29 +58,21 @@ inline auto deltas_of(threadgroup char* slice) {
                                    shared_at<Exact<In>>(slice, Memory::values, Shape::C * Shape::slice_stride));
 }
 template <typename Shape, typename Store>
-inline auto left_deltas(Flag<true>, Store u, int i, int s, int lane) {
-  return left(turned(u, Shape::saved, i, s), lane);
+inline auto left_deltas(Store u, int i, int s, int lane) {
+  return left(Choice<Shape::ERASES>::of(turned(u, Shape::saved, i, s), straight(u, Shape::slice_stride, i, s)), lane);
 }
 template <typename Shape, typename Store>
-inline auto left_deltas(Flag<false>, Store v, int i, int s, int lane) {
-  return left(straight(v, Shape::slice_stride, i, s), lane);
+inline auto right_deltas(Store u, int s, int i, int lane) {
+  return right(Choice<Shape::ERASES>::of(straight(u, Shape::saved, s, i), turned(u, Shape::slice_stride, s, i)), lane);
 }
-template <typename Shape, typename Store>
-inline auto right_deltas(Flag<true>, Store u, int s, int i, int lane) {
-  return right(straight(u, Shape::saved, s, i), lane);
+// A view as a left operand or, where nothing is erased (the flag), another operand, which no product reads then.
+template <typename View, typename Other>
+inline auto left_if(Flag<true>, View view, const thread Other&, int lane) {
+  return left(view, lane);
 }
-template <typename Shape, typename Store>
-inline auto right_deltas(Flag<false>, Store v, int s, int i, int lane) {
-  return right(turned(v, Shape::slice_stride, s, i), lane);
-}
-// R as a left operand, in place of which that of dY stands where nothing is erased; no product reads it then.
-template <typename Shape, typename Store, typename Other>
-inline auto left_gradient(Flag<true>, Store right_gradient, const thread Other&, int i, int s, int lane) {
-  return left(turned(right_gradient, Shape::saved, i, s), lane);
-}
-template <typename Shape, typename Store, typename Other>
-inline Other left_gradient(Flag<false>, Store, const thread Other& left_y, int, int, int) {
-  return left_y;
+template <typename View, typename Other>
+inline Other left_if(Flag<false>, View, const thread Other& other, int) {
+  return other;
 }
 
 // Starts to copy the rows of DV from `first` on of chunk number `chunk`, which is of value head hv, to `memory`.
@@ -99,7 +81,7 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                        int first) {
   using In = typename Shape::In;
   constexpr int threads = Shape::threads, C = Shape::C, DV = Shape::DV, SLICE = Shape::SLICE, HV = Shape::HV;
-  constexpr int stride = Shape::stride, saved = Shape::saved, value_rows = padded(DV);
+  constexpr int stride = Shape::state_stride, saved = Shape::saved, value_rows = padded(DV);
   if (!Shape::UNSTAGED) {
     copy_block<SLICE * stride, threads>(shared_at<Saved<In>>(memory, Memory::state, SLICE * stride),
                                         stored_at<Saved<In>>(from.states, chunk, value_rows * stride),
@@ -116,11 +98,14 @@ inline void load_slice(Place at, threadgroup char* memory, thread Arrival& arriv
                                        stored_at<Wide<In>>(from.right, chunk, value_rows * saved),
                                        (long)first * saved, arrival, at.index);
   }
-  load_values<Shape, Memory>(Flag<Shape::ERASES>{}, at, memory, arrival, from, hv, first);
-  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * (SLICE + 8)), SLICE + 8,
-                               from.dy + (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first, HV * DV,
-                               DV - first, alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length), arrival,
-                               at.index);
+  constexpr int slice_stride = Shape::slice_stride;
+  const long values = (((long)at.z * from.length + at.x * C) * HV + hv) * DV + first;
+  const auto live = alive<Shape::MASKED>(from.mask, at.z, at.x * C, from.length);
+  if (!Shape::ERASES)
+    copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::values, C * slice_stride), slice_stride,
+                                 from.values + values, HV * DV, DV - first, live, arrival, at.index);
+  copy_rows<C, SLICE, threads>(shared_at<Exact<In>>(memory, Memory::dy, C * slice_stride), slice_stride,
+                               from.dy + values, HV * DV, DV - first, live, arrival, at.index);
 }
 
 // A group's sums over the rows of DV: from_y is dY S, from_right R^T S and from_end u^T dS, for its columns of DK;
@@ -139,17 +124,11 @@ struct StateProducts {
 // Sets the sums of a group's tiles to zero.
 template <typename Shape>
 inline void clear(StateProducts<Shape> sums) {
-  DELTATUNE_UNROLL
-  for (int m = 0; m < Shape::column_tiles; ++m) {
-    tile_clear(sums.from_y[m]);
-    tile_clear(sums.from_right[m]);
-    tile_clear(sums.from_end[m]);
-  }
-  DELTATUNE_UNROLL
-  for (int m = 0; m < Shape::own_pairs; ++m) {
-    tile_clear(sums.y_pairs[m]);
-    tile_clear(sums.right_pairs[m]);
-  }
+  clear_tiles<Shape::column_tiles>(sums.from_y);
+  clear_tiles<Shape::column_tiles>(sums.from_right);
+  clear_tiles<Shape::column_tiles>(sums.from_end);
+  clear_tiles<Shape::own_pairs>(sums.y_pairs);
+  clear_tiles<Shape::own_pairs>(sums.right_pairs);
 }
 
 // Adds to the sums of a group's pairs of tiles the products of dY and of R with rows s to s + 15 of u.
@@ -161,7 +140,7 @@ inline void multiply_pairs(Place at, StateProducts<Shape> sums, const thread Lef
   for (int m = 0; m < Shape::own_pairs; ++m) {
     const int column = part + m * Shape::parts;
     if (column > row) continue;
-    const auto b = right_deltas<Shape>(Flag<Shape::ERASES>{}, u, s, column * 16, lane);
+    const auto b = right_deltas<Shape>(u, s, column * 16, lane);
     multiply(sums.y_pairs[m], left_y, b, lane);
     if (Shape::ERASES) multiply(sums.right_pairs[m], left_right, b, lane);
   }

@@ -13,8 +13,8 @@ struct GradientMemory {
   static constexpr constant bool UNSTAGED = Shape::UNSTAGED;
   static constexpr constant int room = room_of_parts(Shape::GROUPS, Shape::blocks);
   static constexpr constant int state = 0;
-  static constexpr constant int d_state = state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
-  static constexpr constant int u = d_state + room_of<UNSTAGED, Saved<In>, SLICE, DK>();
+  static constexpr constant int state_bytes = UNSTAGED ? 0 : SLICE * Shape::state_stride * Saved<In>::bytes;
+  static constexpr constant int d_state = state + state_bytes, u = d_state + state_bytes;
   static constexpr constant int right = u + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values = right + SLICE * Shape::saved * Wide<In>::bytes;
   static constexpr constant int values_bytes = C * (SLICE + 8) * Exact<In>::bytes;
@@ -64,9 +64,10 @@ inline void add_state_terms(Place at, KeyGradients<Shape> gradients, StateProduc
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int i = row * 16 + tile_row(e, lane);
+      const float rate = tables.rate_of(i);
       const float y_part = tables.before[i] * products.from_y[m].get(e);
-      const float right_part = -tables.before[i] * tables.rate[i] * products.from_right[m].get(e);
-      const float end_part = tables.after[i] * tables.rate[i] * products.from_end[m].get(e);
+      const float right_part = -tables.before[i] * rate * products.from_right[m].get(e);
+      const float end_part = tables.after[i] * rate * products.from_end[m].get(e);
       gradients.dq[m].set(e, gradients.dq[m].get(e) + y_part);
       gradients.dk[m].set(e, gradients.dk[m].get(e) + right_part + end_part);
       sums[tile_side(e)] += y_part * query.get(e) + right_part * key.get(e);
@@ -113,9 +114,9 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
     DELTATUNE_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int i = row * 16 + tile_row(e, lane), j = column * 16 + tile_column(e, lane);
-      const float d = tables.rate[j] * tables.decay.at(row == column, i, j, middle);
+      const float d = tables.rate_of(j) * tables.decay.at(row == column, i, j, middle);
       on_y.set(e, d * on_y.get(e));
-      on_right.set(e, i > j ? -tables.rate[i] * d * on_right.get(e) : 0.0f);
+      on_right.set(e, i > j ? -tables.rate_of(i) * d * on_right.get(e) : 0.0f);
       const bool pairs = i > j || (Shape::ERASES && Shape::tails > 0 && i == j);
       qk.set(e, pairs ? on_y.get(e) * qk.get(e) + on_right.get(e) * kk.get(e) : 0.0f);
     }
@@ -132,16 +133,6 @@ inline void weigh_pairs(Place at, StateProducts<Shape> products, Tables tables, 
   }
 }
 
-// The weights of pairs through N as a left operand, or those through P where nothing is erased; no product reads them.
-template <typename View, typename Other>
-inline auto pair_weights(Flag<true>, View view, const thread Other&, int lane) {
-  return left(view, lane);
-}
-template <typename View, typename Other>
-inline Other pair_weights(Flag<false>, View, const thread Other& of_y, int) {
-  return of_y;
-}
-
 // Adds to dq and dk their terms through P and N: the weights of the pairs times the other position's k or q.
 template <typename Shape, typename Weights, typename Queries, typename Keys>
 inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weights weights_y, Weights weights_right,
@@ -152,7 +143,7 @@ inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weigh
   for (int t = 0; t < Shape::blocks; ++t) {
     if (t <= row) {
       const auto w = left(straight(weights_y, square, row * 16, t * 16), lane);
-      const auto a = pair_weights(Flag<Shape::ERASES>{}, straight(weights_right, square, row * 16, t * 16), w, lane);
+      const auto a = left_if(Flag<Shape::ERASES>{}, straight(weights_right, square, row * 16, t * 16), w, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < Shape::column_tiles; ++m) {
         const int column = (part * Shape::column_tiles + m) * 16;
@@ -164,7 +155,7 @@ inline void multiply_with_weights(Place at, KeyGradients<Shape> gradients, Weigh
     }
     if (t >= row) {
       const auto w = left(turned(weights_y, square, row * 16, t * 16), lane);
-      const auto a = pair_weights(Flag<Shape::ERASES>{}, turned(weights_right, square, row * 16, t * 16), w, lane);
+      const auto a = left_if(Flag<Shape::ERASES>{}, turned(weights_right, square, row * 16, t * 16), w, lane);
       DELTATUNE_UNROLL
       for (int m = 0; m < Shape::column_tiles; ++m) {
         const int column = (part * Shape::column_tiles + m) * 16;
@@ -194,7 +185,7 @@ inline void write_unstaged(const thread Tile& on_q, const thread Tile& on_k, OQ 
 template <typename Shape, typename Memory, typename Arrays, typename PF>
 inline void load_head(Place at, threadgroup char* slice, thread Arrival& arrival, Arrays arrays, int hv, long chunk,
                       PF factors, threadgroup float* before) {
-  constexpr int numbers = 3 * Shape::C;
+  constexpr int numbers = (Shape::ERASES ? 3 : 2) * Shape::C;
   if (Shape::STAGES > 1) load_slice<Shape, Memory>(at, slice, arrival, arrays, hv, chunk, 0);
   copy_floats<numbers>(before, factors + chunk * numbers, arrival, at.index);
 }
@@ -216,10 +207,9 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   constexpr int C = Shape::C, DK = Shape::DK, DV = Shape::DV, SLICE = Shape::SLICE, HK = Shape::HK, HV = Shape::HV;
   constexpr int STAGES = Shape::STAGES;
   constexpr bool UNSTAGED = Shape::UNSTAGED, ERASES = Shape::ERASES;
-  const Flag<ERASES> erases{};
   constexpr int threads = Shape::threads, stride = Shape::stride, square = C + 8, blocks = Shape::blocks;
   constexpr int columns = Shape::columns, column_tiles = Shape::column_tiles, room = Memory::room;
-  constexpr int saved = Shape::saved, tails = Shape::tails;
+  constexpr int state_stride = Shape::state_stride, saved = ERASES ? Shape::saved : state_stride, tails = Shape::tails;
   static_assert(Shape::parts <= room, "the parts of a position's sums fit in its row");
   static_assert(STAGES == 1 || !UNSTAGED, "with UNSTAGED, q and k need no memory beside the slices");
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
@@ -242,11 +232,8 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
   const auto keys = Choice<UNSTAGED>::of(unstaged_rows<DK>(k, key_offset, HK * DK, live), staged_k);
 
   Tile dq_sums[column_tiles], dk_sums[column_tiles];
-  DELTATUNE_UNROLL
-  for (int m = 0; m < column_tiles; ++m) {
-    tile_clear(dq_sums[m]);
-    tile_clear(dk_sums[m]);
-  }
+  clear_tiles<column_tiles>(dq_sums);
+  clear_tiles<column_tiles>(dk_sums);
   const KeyGradients<Shape> gradients{dq_sums, dk_sums};
   arrivals_start(memory + Memory::arrivals, at.index);
   int loads = 0;
@@ -256,8 +243,9 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
     const long chunk = ((long)at.z * HV + hv) * chunks + at.x;
     const int current = Memory::ahead ? loads & 1 : 0;
     threadgroup float* before = gate + C + current * 3 * C;
-    const GateTables<C, room> tables{decay,    gate,        before,      before + C, before + 2 * C, diagonal,
-                                     row_sums, column_sums, before_sums, after_sums, rate_sums,      state_dots};
+    const GateTables<C, room, ERASES> tables{decay,     gate,        before,      before + C, before + 2 * C, diagonal,
+                                             row_sums,  column_sums, before_sums, after_sums, rate_sums,
+                                             state_dots};
     threadgroup char* spare = memory + current * Memory::stage;
     const Wide<In> weights_y = shared_at<Wide<In>>(spare, Memory::weights_y, C * square);
     const Wide<In> weights_right = shared_at<Wide<In>>(spare, Memory::weights_right, C * square);
@@ -309,27 +297,29 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
       ++loads;
       if (n == 0) fill_decay<C>(decay, gate, at.index);
       const auto state = Choice<UNSTAGED>::of(
-          stored_at<Saved<In>>(states + n * SLICE * stride, chunk, padded(DV) * stride),
-          shared_at<Saved<In>>(slice, Memory::state, SLICE * stride));
+          stored_at<Saved<In>>(states + n * SLICE * state_stride, chunk, padded(DV) * state_stride),
+          shared_at<Saved<In>>(slice, Memory::state, SLICE * state_stride));
       const auto d_state = Choice<UNSTAGED>::of(
-          stored_at<Saved<In>>(d_states + n * SLICE * stride, chunk, padded(DV) * stride),
-          shared_at<Saved<In>>(slice, Memory::d_state, SLICE * stride));
+          stored_at<Saved<In>>(d_states + n * SLICE * state_stride, chunk, padded(DV) * state_stride),
+          shared_at<Saved<In>>(slice, Memory::d_state, SLICE * state_stride));
       const auto u = deltas_of<Shape, Memory>(slice);
-      const Wide<In> kept = shared_at<Wide<In>>(slice, Memory::u, SLICE * saved);
-      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * saved);
+      const Wide<In> right_gradient = shared_at<Wide<In>>(slice, Memory::right, SLICE * Shape::saved);
+      // The rows that hold the tails.
+      const auto kept = Choice<ERASES>::of(u, state);
+      const auto d_kept = Choice<ERASES>::of(right_gradient, d_state);
       const Exact<In> dy = shared_at<Exact<In>>(slice, Memory::dy, C * Shape::slice_stride);
       DELTATUNE_UNROLL
       for (int s = 0; s < SLICE; s += 16) {
         const auto left_y = left(straight(dy, Shape::slice_stride, row * 16, s), lane);
-        const auto left_right = left_gradient<Shape>(erases, right_gradient, left_y, row * 16, s, lane);
-        const auto left_u = left_deltas<Shape>(erases, u, row * 16, s, lane);
+        const auto left_right = left_if(Flag<ERASES>{}, turned(right_gradient, saved, row * 16, s), left_y, lane);
+        const auto left_u = left_deltas<Shape>(u, row * 16, s, lane);
         if (ERASES && s / 16 % Shape::parts == part) add_row_dots(rates, left_right, left_u, lane);
         DELTATUNE_UNROLL
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
-          const auto b = right(straight(state, stride, s, column), lane);
-          const auto db = right(straight(d_state, stride, s, column), lane);
+          const auto b = right(straight(state, state_stride, s, column), lane);
+          const auto db = right(straight(d_state, state_stride, s, column), lane);
           multiply(from_y[m], left_y, b, lane);
           if (ERASES) multiply(from_right[m], left_right, b, lane);
           multiply(from_end[m], left_u, db, lane);
@@ -342,9 +332,10 @@ inline void gated_delta_gradients(Place at, threadgroup char* memory, int length
         for (int m = 0; m < column_tiles; ++m) {
           const int column = (part * column_tiles + m) * 16;
           if (is_lacking<Shape>(column)) continue;
-          state_dot += kept_dot<tails>(straight(state, stride, s, column), straight(d_state, stride, s, column),
-                                       tail_at<tails>(kept, s * saved, saved, column / 16, lane),
-                                       tail_at<tails>(right_gradient, s * saved, saved, column / 16, lane), lane);
+          state_dot += kept_dot<(tails > 0 ? Shape::tail_bits : 0)>(
+              straight(state, state_stride, s, column), straight(d_state, state_stride, s, column),
+              tail_at<tails>(kept, s * saved, saved, column / 16, lane),
+              tail_at<tails>(d_kept, s * saved, saved, column / 16, lane), lane);
         }
       }
     }

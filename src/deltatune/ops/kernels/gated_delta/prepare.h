@@ -104,7 +104,7 @@ inline void solve_triangle(Place at, Z z, N scratch, N n, threadgroup const floa
 // (chunks, HV, B).
 // Inputs: q, k [B,T,HK,DK]; log_g, beta [B,T,HV]; mask [B,T] and segments [B,T], or Nothing.
 // Outputs, for each of [B,HV,chunks]: solve, which is Z, and scores, which is P, both packed triangles; factors [3,C],
-// which are G, E and beta (0 where a step is not live).
+// which are G, E and beta (0 where a step is not live); without an erase, factors [2,C].
 // The threads copy Q and K to shared memory, and one thread per position computes its gate. Each group then takes pairs
 // of tiles of P and N, and solve_triangle computes Z.
 template <typename In, int C, int DK, int HK, int HV, int GROUPS, bool UNSTAGED, bool MASKED, bool SEGMENTED,
@@ -114,7 +114,7 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
                                 GLOBAL float* factors) {
   using Memory = PrepareMemory<In, C, DK, UNSTAGED, ERASES>;
   constexpr int threads = GROUPS * 32, stride = stride_of(DK), square = C + 8, blocks = C / 16, columns = padded(DK);
-  constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks);
+  constexpr int pairs = blocks * (blocks + 1) / 2, triangle = packed_offset(blocks), numbers = (ERASES ? 3 : 2) * C;
   const int chunks = (length + C - 1) / C, t0 = at.x * C;
   const long chunk = ((long)at.z * HV + at.y) * chunks + at.x;
   const Exact<In> staged_k = shared_at<Exact<In>>(memory, Memory::k, C * stride);
@@ -140,20 +140,18 @@ inline void gated_delta_prepare(Place at, threadgroup char* memory, int length, 
   copies_sent(arrival, at.index);
   if (at.index < C) {
     gate[at.index] = gate_of<SEGMENTED>(at.index, live, log_g, segments, at.z, at.y, HV, t0, length);
-    const bool on = live(at.index);
-    if (!ERASES) rate[at.index] = on ? 1.0f : 0.0f;
-    else
-      rate[at.index] =
-          on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
+    const bool on = ERASES && live(at.index);
+    rate[at.index] =
+        on ? static_cast<float>(beta[((long)at.z * length + t0 + (on ? at.index : 0)) * HV + at.y]) : 0.0f;
   }
   barrier();
   fill_decay<C>(decay, gate, at.index);
   copies_wait(arrival, 0);
   barrier();
   if (at.index < C) {
-    factors[chunk * 3 * C + at.index] = decay.before(at.index);
-    factors[chunk * 3 * C + C + at.index] = decay.after(at.index);
-    factors[chunk * 3 * C + 2 * C + at.index] = rate[at.index];
+    factors[chunk * numbers + at.index] = decay.before(at.index);
+    factors[chunk * numbers + C + at.index] = decay.after(at.index);
+    if (ERASES) factors[chunk * numbers + 2 * C + at.index] = rate[at.index];
   }
   for (int pair = at.group; pair < pairs; pair += GROUPS) {
     int row = 0;

@@ -3,12 +3,12 @@
 // Inputs: q, k (and `ends` with CHANNEL), mask, solve, scores and factors as in the forward scan; dy [B,T,HV,DV];
 // d_last [B,HV,DV,DK], the gradient of the last state.
 // Outputs: for each of [B,HV,chunks], d_states [DV,DK], the gradient of the state after the chunk, and d_right [DV,C],
-// which is R, both with padded rows; dv [B,T,HV,DV]; d_initial [B,HV,DV,DK].
+// which is R, both with padded rows; dv [B,T,HV,DV]; d_initial [B,HV,DV,DK], or Nothing.
 template <typename Shape, typename PQ, typename PK, typename PE, typename PY, typename PM, typename PI, typename PF,
-          typename PP, typename OS, typename OR, typename OV>
+          typename PP, typename OS, typename OR, typename OV, typename OI>
 inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q, PK k, PE ends, PY dy, PM mask,
                            PI d_last, PF solve, PP scores, PF factors, OS d_states, OR d_right, OV dv,
-                           GLOBAL float* d_initial) {
+                           OI d_initial) {
   using In = typename Shape::In;
   using Memory = ScanMemory<Shape>;
   using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL, Shape::ERASES>;
@@ -17,6 +17,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, SPLIT = Shape::SPLIT, computing = Shape::computing;
   constexpr bool CHANNEL = Shape::CHANNEL, ERASES = Shape::ERASES, add_separately = Shape::add_separately;
   constexpr int stride = Shape::stride, square = Shape::square, value_stride = Shape::value_stride;
+  constexpr int state_stride = Shape::state_stride;
   constexpr int blocks = Shape::blocks, key_tiles = Shape::key_tiles, tiles = Shape::tiles, tails = Shape::tails;
   constexpr int state_tiles = Shape::state_tiles, triangle = Shape::triangle, value_rows = Shape::value_rows;
   const auto arrays = chunk_arrays(q, k, ends, dy, mask, solve, scores, factors, length);
@@ -31,7 +32,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
   load_state<DK, DV, state_tiles>(state, d_last, computes, head, first, part * state_tiles, lane);
   arrivals_start(memory + Memory::arrivals, at.index);
   threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
-  const Wide<In> state_room = shared_at<Wide<In>>(rooms, 0, 16 * stride);
+  const Wide<In> state_room = shared_at<Wide<In>>(rooms, 0, 16 * state_stride);
   for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
     const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
     const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
@@ -64,12 +65,10 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
-    const auto states_out = stored_at<Saved<In>>(d_states, chunk, value_rows * stride);
+    const auto states_out = stored_at<Saved<In>>(d_states, chunk, value_rows * state_stride);
     const auto right_out = stored_at<Wide<In>>(d_right, chunk, value_rows * square);
 
-    save_state<Precise<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
-                                                                    part, lane);
-    if (!ERASES) save_tails<Shape>(right_out, state, rooms, first, strip, part, lane);
+    save_state<Precise<In>, Shape>(states_out, state, state_room, rooms, first, strip, part, lane);
     // x holds w, then R, both transposed: rows of DV by positions.
     Tile x[tiles];
     Chains<SPLIT, tiles> chains;
@@ -78,7 +77,7 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     DELTATUNE_UNROLL
     for (int m = 0; m < key_tiles; ++m) {
       Precise<In> s;
-      if (SPLIT > 1) s = left(straight(state_room, stride, 0, m * 16), lane);
+      if (SPLIT > 1) s = left(straight(state_room, state_stride, 0, m * 16), lane);
       else hold(s, state[SPLIT > 1 ? 0 : m]);
       DELTATUNE_UNROLL
       for (int j = 0; j < tiles; ++j) {
@@ -103,12 +102,12 @@ inline void reverse_chunks(Place at, threadgroup char* memory, int length, PQ q,
     else add_rough_times<1, In, blocks, SPLIT>(x, dy_tiles, p, lane);
     Strip<In, blocks, SPLIT> rated = strip_at<In, blocks, SPLIT>(rooms, Room::rated_w);
     DELTATUNE_UNROLL
-    for (int j = 0; j < tiles; ++j) {
+    for (int j = 0; ERASES && j < tiles; ++j) {
       const int tile = own_tile<SPLIT, blocks>(j, part);
       Tile scaled;
       DELTATUNE_UNROLL
       for (int e = 0; e < 8; ++e) scaled.set(e, -rate[tile * 16 + tile_column(e, lane)] * x[j].get(e));
-      if (ERASES) rated.put(j, tile, scaled, lane);
+      rated.put(j, tile, scaled, lane);
     }
     if (SPLIT > 1) pair_barrier(strip);
     if (ERASES && part == 0) add_times<0>(x, rated, z, lane);

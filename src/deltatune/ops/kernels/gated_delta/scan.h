@@ -56,6 +56,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, SPLIT = Shape::SPLIT, computing = Shape::computing;
   constexpr bool CHANNEL = Shape::CHANNEL, ERASES = Shape::ERASES, add_separately = Shape::add_separately;
   constexpr int stride = Shape::stride, square = Shape::square, value_stride = Shape::value_stride;
+  constexpr int state_stride = Shape::state_stride;
   constexpr int blocks = Shape::blocks, key_tiles = Shape::key_tiles, tiles = Shape::tiles, tails = Shape::tails;
   constexpr int state_tiles = Shape::state_tiles, triangle = Shape::triangle, value_rows = Shape::value_rows;
   const auto arrays = chunk_arrays(q, k, ends, v, mask, solve, scores, factors, length);
@@ -71,7 +72,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
   // With two stages a chunk is computed while the next one is copied; with one stage the block waits for each copy.
   arrivals_start(memory + Memory::arrivals, at.index);
   threadgroup char* rooms = memory + Memory::staging + strip * Memory::out;
-  const Saved<In> state_room = shared_at<Saved<In>>(rooms, 0, 16 * stride);
+  const Saved<In> state_room = shared_at<Saved<In>>(rooms, 0, 16 * state_stride);
   for (int step = STAGES > 1 ? -1 : 0; step < chunks; ++step) {
     const int coming = STAGES > 1 ? step + 1 : step, turn = STAGES > 1 ? coming & 1 : 0;
     const Arrival here = arrival_at(memory + Memory::arrivals, STAGES > 1 ? step & 1 : 0);
@@ -104,11 +105,10 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     threadgroup const float* before = reinterpret_cast<threadgroup const float*>(stage + Memory::factors);
     threadgroup const float* after = before + C;
     threadgroup const float* rate = CHANNEL ? before : after + C;
-    const auto states_out = stored_at<Saved<In>>(states, chunk, value_rows * stride);
+    const auto states_out = stored_at<Saved<In>>(states, chunk, value_rows * state_stride);
     const auto u_out = stored_at<Wide<In>>(u, chunk, value_rows * square);
 
-    save_state<Rough<In>, SPLIT, state_tiles, stride, value_rows>(states_out, state, state_room, rooms, first, strip,
-                                                                  part, lane);
+    save_state<Rough<In>, Shape>(states_out, state, state_room, rooms, first, strip, part, lane);
     Tile x[tiles], out[tiles];
     DELTATUNE_UNROLL
     for (int j = 0; j < tiles; ++j) {
@@ -118,7 +118,7 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
     DELTATUNE_UNROLL
     for (int m = 0; m < key_tiles; ++m) {
       Rough<In> s;
-      if (SPLIT > 1) s = left(straight(state_room, stride, 0, m * 16), lane);
+      if (SPLIT > 1) s = left(straight(state_room, state_stride, 0, m * 16), lane);
       else hold(s, state[SPLIT > 1 ? 0 : m]);
       DELTATUNE_UNROLL
       for (int j = 0; j < tiles; ++j) {
@@ -128,7 +128,6 @@ inline void scan_chunks(Place at, threadgroup char* memory, int length, PQ q, PK
       }
     }
     if (!ERASES) {
-      save_tails<Shape>(u_out, state, rooms, first, strip, part, lane);
       if (part == 0) add_values<0, Shape>(out, state, values, p, last_keys, before, own, lane);
       else add_values<1, Shape>(out, state, values, p, last_keys, before, own, lane);
       if (SPLIT > 1) pair_barrier(strip);

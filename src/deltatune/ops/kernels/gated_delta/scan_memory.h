@@ -14,8 +14,9 @@ struct ScanShape {
   static constexpr constant bool UNSTAGED = READ_UNSTAGED, MASKED = HAS_MASK, CHANNEL = GATE_A_CHANNEL;
   static constexpr constant bool ERASES = HAS_BETA;
   static constexpr constant int stride = stride_of(DK), square = row_of_chunk<In, C, DK, CHANNEL, HAS_BETA>();
+  static constexpr constant int state_stride = row_of_state<In, DK, CHANNEL, HAS_BETA>();
   static constexpr constant int value_stride = SLICE + 8, value_rows = padded(DV), triangle = packed_offset(C / 16);
-  static constexpr constant int numbers = CHANNEL ? C + padded(DK) : 3 * C;
+  static constexpr constant int numbers = CHANNEL ? C + padded(DK) : HAS_BETA ? 3 * C : 2 * C;
   // Tiles of a chunk and of a key, and those of them that a group has.
   static constexpr constant int blocks = C / 16, key_tiles = padded(DK) / 16;
   static constexpr constant int tiles = blocks / SPLIT, state_tiles = key_tiles / SPLIT;
@@ -47,7 +48,7 @@ struct ScanMemory {
   static constexpr constant int stage = factors + Shape::numbers * 4;
   // A strip's tiles on their way out, or on their way to the other group.
   static constexpr constant int out = Shape::SPLIT > 1 ? Rooms<In, C, DK, Shape::CHANNEL, Shape::ERASES>::bytes
-                                                       : 16 * staged<In>(Shape::stride, Shape::square);
+                                                       : 16 * staged<In>(Shape::state_stride, Shape::square);
   static constexpr constant int staging = Shape::STAGES * stage;
   static constexpr constant int arrivals = staging + Shape::SLICE / 16 * out;
   static constexpr constant int bytes = arrivals + 16;
@@ -167,43 +168,27 @@ inline void store_state(thread const Tile* state, GLOBAL float* to, long head, i
     }
   }
 }
+template <int DK, int DV, int STATE_TILES>
+inline void store_state(thread const Tile*, Nothing, long, int, int, int) {}
 
-// Writes the strip of a state from row `first` on to its rows of `to`. Where two groups share a strip, each leaves its
-// part in `room` for both, as `Held`.
-template <typename Held, int SPLIT, int STATE_TILES, int STRIDE, int ROWS, typename Target, typename Store>
+// Writes the strip of a state from row `first` on to its rows of `to`, with its tails where nothing is erased. Where two
+// groups share a strip, each leaves its part in `room` for both, as `Held`.
+template <typename Held, typename Shape, typename Target, typename Store>
 inline void save_state(Target to, thread const Tile* state, Store room, threadgroup char* rooms, int first, int strip,
                        int part, int lane) {
-  if (SPLIT > 1) {
+  constexpr int state_tiles = Shape::state_tiles, stride = Shape::state_stride, tails = Shape::ERASES ? 0 : Shape::tails;
+  const long offset = (long)first * stride;
+  if (Shape::SPLIT > 1) {
     DELTATUNE_UNROLL
-    for (int m = 0; m < STATE_TILES; ++m) {
+    for (int m = 0; m < state_tiles; ++m) {
       Held s;
       hold(s, state[m]);
-      keep(room, (part * STATE_TILES + m) * 16, STRIDE, s, lane);
+      keep(room, (part * state_tiles + m) * 16, stride, s, lane);
     }
-    copies_fence();
-    pair_barrier(strip);
-    if (part == 0 && first < ROWS) write_strip<16 * STRIDE>(to, (long)first * STRIDE, room, lane);
-  } else if (first < ROWS) {
-    write_tiles<STATE_TILES>(to, (long)first * STRIDE, STRIDE, state, rooms, lane);
-  }
-}
-
-// Writes the tails of the strip of a state from row `first` on, where nothing is erased, to their rows of `to`.
-template <typename Shape, typename Target>
-inline void save_tails(Target to, thread const Tile* state, threadgroup char* rooms, int first, int strip, int part,
-                       int lane) {
-  using In = typename Shape::In;
-  using Room = Rooms<In, Shape::C, Shape::DK, Shape::CHANNEL, false>;
-  constexpr int tails = Shape::tails, state_tiles = Shape::state_tiles;
-  if (tails == 0) return;
-  if (Shape::SPLIT > 1) {
-    const Wide<In> room = shared_at<Wide<In>>(rooms, Room::tails, 16 * tails);
-    keep_tails<tails, state_tiles>(room, 0, tails, state, part * state_tiles, lane);
-    copies_fence();
-    pair_barrier(strip);
-    if (part == 0 && first < Shape::value_rows) write_strip<16 * tails>(to, (long)first * tails, room, lane);
+    write_part<stride, tails, state_tiles>(to, offset, room, state, part * state_tiles, strip,
+                                           first < Shape::value_rows, lane);
   } else if (first < Shape::value_rows) {
-    write_tiles_and_tails<0, tails, state_tiles>(to, (long)first * tails, tails, state, state, rooms, lane);
+    write_tiles_and_tails<state_tiles, tails, state_tiles>(to, offset, stride, state, state, rooms, lane);
   }
 }
 

@@ -20,10 +20,11 @@ inline constexpr int own_tile(int n, int part) {
 
 // The shared memory of a strip with SPLIT 2, in which its groups exchange tiles. Forward: the state, then by position
 // r, u, beta u and E beta u. Backward: the state, then by position beta w, R and G beta R. Without an erase they exchange
-// the state and its tails.
+// the state alone.
 template <typename In, int C, int DK, bool CHANNEL, bool ERASES>
 struct Rooms {
-  static constexpr constant int state_elements = 16 * stride_of(DK), chunk_elements = 16 * (C + 8);
+  static constexpr constant int state_elements = 16 * row_of_state<In, DK, CHANNEL, ERASES>();
+  static constexpr constant int chunk_elements = 16 * (C + 8);
   static constexpr constant int saved_elements = 16 * row_of_chunk<In, C, DK, CHANNEL, ERASES>();
   static constexpr constant int right = state_elements * Saved<In>::bytes;
   static constexpr constant int u = right + chunk_elements * Wide<In>::bytes;
@@ -34,10 +35,7 @@ struct Rooms {
   static constexpr constant int right_gradient = rated_w + chunk_elements * Wide<In>::bytes;
   static constexpr constant int rated_gradient = right_gradient + saved_elements * Wide<In>::bytes;
   static constexpr constant int backward = rated_gradient + chunk_elements * Wide<In>::bytes;
-  // Without an erase: the state and its tails.
-  static constexpr constant int tails = rated_w;
-  static constexpr constant int written = tails + saved_elements * Wide<In>::bytes;
-  static constexpr constant int bytes = !ERASES ? written : forward > backward ? forward : backward;
+  static constexpr constant int bytes = !ERASES ? rated_w : forward > backward ? forward : backward;
 };
 
 // A strip's rows by positions, as left operands of products. A group has the tiles that it computed in registers; it

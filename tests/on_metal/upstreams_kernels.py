@@ -1,49 +1,24 @@
-"""Stand-ins for Metal, for code paths that no other machine runs. In tests only.
+"""Kernels of upstream's that a forward pass on Metal reaches, computed by array operations.
 
-`pytest -p metal_present`: Metal is declared present, so that upstream takes its kernels. Those that a forward pass of
-the four families reaches are computed by array operations, and refuse a gradient in MLX's own words; any other one
-raises. It is to be loaded before the first import of mlx-lm or mlx-vlm.
+They refuse a gradient in MLX's own words; any other one raises.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import deltatune  # noqa: F401  (binds OpenBLAS, so before mlx)
-
-# isort: split
 import mlx.core as mx
-
-from beside import load
 
 # In MLX's words.
 NO_GRADIENT = "[Primitive::vjp] Not implemented for CustomKernel."
 
 
-_declared = False
-
-
-def declared() -> bool:
-    """Whether present() was called."""
-    return _declared
-
-
-def present() -> None:
-    """Declare Metal present; arrays are computed where they were."""
-    global _declared
-    _declared = True
-    mx.fast.metal_kernel = _kernel
-    # A compiled function around a stand-in would be built for this machine.
-    mx.disable_compile()
-    load(Path(__file__).parents[1] / "on_metal" / "apple_gpu.py").declare()
-
-
-def _kernel(name: str, *_: Any, **__: Any) -> Callable[..., list[mx.array]]:
+def kernel(name: str) -> Callable[..., list[mx.array]]:
+    """Stand in for mx.fast.metal_kernel."""
     compute = next((function for start, function in _COMPUTED.items() if name.startswith(start)), None)
 
     def call(*, inputs: list[Any], output_dtypes: list[mx.Dtype], **_: Any) -> list[mx.array]:
         if compute is None:
-            raise NotImplementedError(f"tests/compat/metal.py computes no kernel named {name}.")
+            raise NotImplementedError(f"tests/on_metal/upstreams_kernels.py computes no kernel named {name}.")
         places = [place for place, value in enumerate(inputs) if isinstance(value, mx.array)]
 
         def forward(*arrays: mx.array) -> tuple[mx.array, ...]:

@@ -1,5 +1,0 @@
-"""pytest -p metal_present (metal.py)."""
-
-import metal
-
-metal.present()
