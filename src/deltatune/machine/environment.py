@@ -26,6 +26,9 @@ ELEMENTS, OPERATIONS = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
 PIECE = {ELEMENTS: 800, OPERATIONS: 400}
 # A command with --memory has smaller pieces, which hold less of its limit.
 SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
+# This is MLX's variable: whether it ends the process once it has recorded 800 kinds of pieces, of which it keeps 400. On a
+# full GPU pieces end wherever memory does, so that a long run has more.
+KINDS_END = "MLX_ENABLE_CACHE_THRASHING_CHECK"
 # MLX's own sizes on the largest Apple GPUs, where no variable is set.
 METAL_PIECE = {ELEMENTS: 50, OPERATIONS: 50}
 # This is CUDA's variable: the GPUs that a process may see.
@@ -141,6 +144,7 @@ def limit_queue() -> None:
     if sys.platform == "linux":
         for name, size in (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE).items():
             os.environ.setdefault(name, str(size))
+        os.environ.setdefault(KINDS_END, "0")
 
 
 def _bounds_memory(arguments: list[str]) -> bool:
