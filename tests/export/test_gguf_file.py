@@ -4,7 +4,6 @@ scripts/gguf_adapters.py exports adapters with llama.cpp itself, and reads the f
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -144,20 +143,6 @@ def test_output_of_a_failed_converter_is_quoted(words, plain_names, tmp_path, ca
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("print('what')")
     assert main(words) == 2
     assert "does not list the models that it knows: what" in capsys.readouterr().err
-
-
-def test_a_template_with_a_history_of_its_own_kind_is_named_by_the_script(words, tiny_checkpoint, tmp_path):
-    """Qwen3's drops earlier reasoning; the names of a dense Qwen3 are the same for MLX and for Hugging Face."""
-    base = copied(tiny_checkpoint("qwen3"), tmp_path / "qwen3", architectures=["Known"])
-    template = Path(__file__).parents[1] / "data" / "templates" / "qwen3.jinja"
-    shutil.copyfile(template, base / "chat_template.jinja")
-    adapted(base, tmp_path / "other", keys=["*.o_proj"])
-    words[words.index("--model") + 1] = str(base)
-    words[words.index("--adapter-path") + 1] = str(tmp_path / "other")
-    done = called(*words)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "treats the reasoning of earlier answers, results of tools, calls of tools" in " ".join(done.stdout.split())
-    assert "TEMPLATE" not in (tmp_path / "out.Modelfile").read_text()
 
 
 # The converter of adapters writes what it was given, too.
