@@ -176,8 +176,9 @@ def test_a_missing_file(tokenizer, folder):
         load_datasets(config, tokenizer)
 
 
-def test_no_such_folder(tokenizer, tmp_path):
+def test_no_such_folder(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     (tmp_path / "empty" / "notes.txt").write_text("not meant for training")
     messages = {
         "nowhere": "no such file or folder, and no name of",
@@ -186,6 +187,7 @@ def test_no_such_folder(tokenizer, tmp_path):
         "../../../../../../../../dev/null": "no such file or folder",
     }
     messages = {str(tmp_path / name): message for name, message in messages.items()}
+    messages |= {".": "no train.jsonl in this folder", "/": "this is the root of all folders"}
     messages["https://huggingface.co/datasets/a/b/viewer"] = "give the name on the hub, a/b"
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):

@@ -81,7 +81,7 @@ def test_callbacks_watch_a_run_and_end_it(by_command, tmp_path, capsys):
 
 
 def test_a_run_is_planned_from_its_options(capsys):
-    planned = plan_run(TrainConfig.of(model=MODEL, data=ROWS, rank=2, batch_size=2))
+    planned = plan_run(MODEL, ROWS, rank=2, batch_size=2)
     assert capsys.readouterr().out.startswith("Fits: ")
     assert planned.length.value > 0
 
@@ -108,8 +108,23 @@ def test_what_cannot_be_trained_on_is_named(tmp_path, what, data, options, messa
 
 @pytest.mark.bad_input("`finetune` with a TrainConfig and further options")
 def test_a_config_holds_all_options(tmp_path):
-    with pytest.raises(UserError, match="a TrainConfig holds all options"):
-        finetune(TrainConfig(adapter_path=tmp_path / "out"), iters=3)
+    for run in (finetune, plan_run):
+        with pytest.raises(UserError, match=rf"{run.__name__}: a TrainConfig holds all options"):
+            run(TrainConfig(adapter_path=tmp_path / "out"), iters=3)
+
+
+@pytest.mark.bad_input("`plan_run` with an unknown option, or one of a wrong type")
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (MODEL, {"rnak": 8}, r"unknown key 'rnak' \(did you mean 'rank'\?\)"),
+        (MODEL, {"rank": "many"}, "rank: expected a whole number"),
+        (3, {}, "model: expected text"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(model, options, message):
+    with pytest.raises(UserError, match=message):
+        plan_run(model, ROWS, **options)
 
 
 @pytest.mark.bad_input("`export_adapter` with an unknown target or option")

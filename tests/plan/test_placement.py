@@ -80,7 +80,7 @@ def planned(peak, buffers=lambda v: 10):
     def attempt(value):
         tried.append(value)
         moment = SimpleNamespace(amount=peak(value)), SimpleNamespace(amount=buffers(value))
-        return SimpleNamespace(bytes=moment[0], buffers=moment[1])
+        return SimpleNamespace(bytes=moment[0], buffers=moment[1], saved=0)
 
     return attempt, tried
 

@@ -276,6 +276,8 @@ def _stored(data: str, needed: list[str], *, streaming: bool) -> dict[str, Any]:
     files = {name: file for name in _SPLITS if (file := _file_of(folder, name))}
     if files:
         return {name: _file_table(file, data, streaming=streaming) for name, file in files.items() if name in needed}
+    if folder.is_dir() and folder.resolve() == folder.resolve().parent:
+        raise UserError(f"{data}: expected a file or the folder of the data, and this is the root of all folders.")
     if folder.is_dir() and not is_saved_dataset(folder) and not any(any(folder.rglob(kind)) for kind in _DATA_FILES):
         raise UserError(f"{data}: no train.jsonl in this folder, and no Parquet, Arrow or CSV files; put one there.")
     if not folder.is_dir() and (data.startswith((".", "/", "~")) or data.count("/") > 1 or "\\" in data):

@@ -34,10 +34,10 @@ class LayerCut:
     bounds: tuple[int, ...]
 
     def spans(self, *, inner: bool = False) -> list[Turn]:
-        """Return where each piece begins and ends; the trace of a plan has the fewest of an `inner` layer."""
+        """Return where each piece begins and ends; the trace of a plan has the last piece alone of an `inner` layer."""
         # The second piece of a row gets something of the first, and the one before the last gives something to it.
-        ends = 2 if self.axis == TOKENS and not inner else 1
-        return turns(self.bounds, ends, ends)
+        ends = 2 if self.axis == TOKENS else 1
+        return turns(self.bounds, 0, 1) if inner else turns(self.bounds, ends, ends)
 
     def part(self, x: mx.array, span: Sequence[int]) -> mx.array:
         """Return the part of x [B, T, ...] that belongs to a piece."""

@@ -189,8 +189,10 @@ class _Pieces:
         aside: list[mx.array] = []
         for number, span in enumerate(self.spans):
             if span.left_out:
-                ys.append(blank(ys[-1], span.stop - span.start, ys[-1:], self.cut.axis))
-                before = self._blank_carry(span, before, ys[-1:])
+                like, before = (ys[-1], before) if ys else self._likes(number + 1, keys, self.documents, parameters, x)
+                after = ys[-1:] or [x]
+                ys.append(blank(like, span.stop - span.start, after, self.cut.axis))
+                before = self._blank_carry(span, before, after)
                 saved += before[: self.carry.states]
                 continue
             rows = self.cut.part(x, span)
@@ -287,6 +289,14 @@ class _Pieces:
             )
         return y, cache
 
+    def _likes(
+        self, number: int, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Return arrays that are like y and the carry of pieces, but not computed, since nothing reads their values."""
+        with side_outputs.collecting(self.collects):
+            y, cache = self._run(number, keys, documents, parameters, self.cut.part(x, self.spans[number]), [])
+        return y, cache.handed
+
     def _keys_and_values(
         self, keys: mx.array, documents: mx.array | None, parameters: Sequence[mx.array], x: mx.array
     ) -> list[mx.array]:
@@ -294,8 +304,10 @@ class _Pieces:
         keys_and_values: list[list[mx.array]] = []
         for number, span in enumerate(self.spans[:-1]):
             if span.left_out:
-                before = keys_and_values[-1]
-                keys_and_values.append([blank(array, span.stop - span.start, before, 2) for array in before])
+                likes = keys_and_values[-1] if keys_and_values else []
+                after = likes or [x]
+                likes = likes or self._likes(number + 1, keys, documents, parameters, x)[1][-2:]
+                keys_and_values.append([blank(array, span.stop - span.start, after, 2) for array in likes])
                 continue
             rows = self.cut.part(x, span)
             if keys_and_values:

@@ -42,11 +42,17 @@ def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
     config = run.config
     if config.resume:
         return ""
+    trained, moments_now = nbytes(run.model.trainable_parameters()), _moments(run.model, config)
+    what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
+    taken = f"{what}, their gradients and moments take {size(2 * trained + moments_now)}"
+    # A pass holds the gradients of a micro-batch beside their sums, and at most once more.
+    if over > 4 * trained + moments_now:
+        return f"{taken}; without them it would not fit, either."
     said = []
     left = peak
     least = int(_LEAST_SHARE * peak)
     moments = _moments_in_8_bits(config)
-    if moments is not None and _moments(run.model, config) - _moments(run.model, moments.config) >= least:
+    if moments is not None and moments_now - _moments(run.model, moments.config) >= least:
         config = moments.config
         left = planned(run.model, moments.config)
         said.append(f"{moments.words} takes {_at_least(peak - left)} less")
@@ -60,11 +66,9 @@ def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
             said.append(f"{ranks.words} {'another ' if said else 'takes '}{_at_least(before - left)} less")
     if not said:
         return ""
-    taken = 2 * nbytes(run.model.trainable_parameters()) + _moments(run.model, run.config)
-    what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
     end = "; it fits then" if peak - left >= over else "; that alone is not enough"
     end = "" if over < 1 else end
-    return f"{what}, their gradients and moments take {size(taken)}: {', '.join(said)}{end}."
+    return f"{taken}: {', '.join(said)}{end}."
 
 
 def _moments_in_8_bits(config: TrainConfig) -> _Change | None:

@@ -34,6 +34,8 @@ _STRIDES_AS_GIVEN = _STATE + 72
 _BLOCK = 1 << 16
 
 Read = Callable[[int, int], bytes]
+_WORD = struct.Struct("<Q").unpack_from
+_PAIR = struct.Struct("<2Q").unpack_from
 
 
 class LayoutError(Exception):
@@ -159,22 +161,20 @@ class ArrayLayout:
     def describe(self, at: int) -> Description:
         """The description at the address `at`."""
         data = self.read(at, self._length)
-        begin, end = struct.unpack_from("<2Q", data, _SHAPE)
-        shape = _integers(self.read, data, at, begin, end, "i")
-        begin, end = struct.unpack_from("<2Q", data, _STRIDES)
-        strides = _integers(self.read, data, at, begin, end, "q")
-        (primitive,) = struct.unpack_from("<Q", data, self._primitive)
+        shape = _integers(self.read, data, at, *_PAIR(data, _SHAPE), "i")
+        strides = _integers(self.read, data, at, *_PAIR(data, _STRIDES), "q")
+        (primitive,) = _WORD(data, self._primitive)
         inputs, siblings = self._arrays(data, self._inputs), self._arrays(data, self._siblings)
         (position,) = struct.unpack_from("<I", data, self._siblings + 24)
         return Description(shape, strides, data[_ITEM_SIZE], primitive, inputs, siblings, position)
 
     def _arrays(self, data: bytes, offset: int) -> tuple[int, ...]:
-        begin, end = struct.unpack_from("<2Q", data, offset)
+        begin, end = _PAIR(data, offset)
         return words(self.read(begin, end - begin))[::2] if end > begin else ()
 
     def kind(self, primitive: int) -> str:
         """The name of the primitive's class in MLX, such as `Matmul`."""
-        (table,) = words(self.read(primitive, 8))
+        (table,) = _WORD(self.read(primitive, 8))
         if table not in self._kinds:
             self._kinds[table] = _class_name(self.read, table)
         return self._kinds[table]
@@ -212,7 +212,7 @@ def address(read: Read, array: Any) -> int:
 def _integers(read: Read, data: bytes, at: int, begin: int, end: int, item: str) -> tuple[int, ...]:
     if end <= begin:
         return ()
-    count = (end - begin) // struct.calcsize(item)
+    count = (end - begin) // (4 if item == "i" else 8)
     if count > 1 << 10:
         raise LayoutError(f"an array seems to have {count} dimensions")
     inside = begin - at

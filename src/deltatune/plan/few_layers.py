@@ -38,6 +38,7 @@ _FORWARD = "forward"
 _LOSS = "loss"
 _BACKWARD = "backward"
 _UPDATE = "update"
+UPDATE = "the update"
 
 
 class StepPlace(NamedTuple):
@@ -50,7 +51,7 @@ class StepPlace(NamedTuple):
     def words(self, paths: Sequence[str]) -> str:
         """The place in words, with the layer of those at `paths`."""
         if self.phase == _UPDATE:
-            return "the update"
+            return UPDATE
         near = f", near {paths[self.layer]}.{self.parameter}" if self.parameter else ""
         return f"the {_BACKWARD if self.phase == _BACKWARD else _FORWARD} pass{near}"
 

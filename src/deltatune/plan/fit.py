@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +39,7 @@ from .advice import advice
 from .array_layout import ArrayLayout, LayoutError
 from .checkpoints import Choice, Order, choose, order_of
 from .device_limits import Brake, DeviceLimits, device_limits
+from .few_layers import UPDATE
 from .forecast import Forecast, Moment, Steps
 from .search import Largest, RunForecast, fits, largest, left_on_disk
 from .traced_layers import InputsPlace
@@ -87,6 +87,8 @@ _LONGEST = 1 << 17
 _LENGTHS = 32
 _MOST_ROWS = 1024
 _MOST_RANK = 256
+# More experts than models choose for a token.
+_MOST_CHOSEN = 16
 
 
 @dataclass(frozen=True)
@@ -208,23 +210,36 @@ def _searches(planner: Planner, first: Forecast, limits: DeviceLimits) -> Iterat
     if config.fine_tune_type != "full":
         current = config.lora_parameters.rank
         ranks = range(1, max(current, min(_MOST_RANK, _widest(run.model))) + 1)
-        smallest, greatest = _bounds_of_ranks(run.model, first, ranks[-1] / current)
+        again = bool(config.grad_checkpoint)
+        smallest, greatest = _bounds_of_ranks(run.model, first, ranks[-1] / current, recomputed=again)
         if limits.bytes is None or not smallest <= limits.bytes <= greatest:
             yield "rank", Largest(ranks[-1], more=True) if fits(first, limits) else Largest(0, more=False)
         else:
             yield "rank", largest(planned_at_rank, limits, {current: first}, ranks)
 
 
-def _bounds_of_ranks(model: nn.Module, plan: Forecast, times: float) -> tuple[float, float]:
+def _bounds_of_ranks(
+    model: nn.Module, plan: Forecast, times: float, *, recomputed: bool = False
+) -> tuple[float, float]:
     """Bounds of a step's bytes with adapters of any rank up to so many times that of a plan.
 
     Factors, their gradients and moments grow with the rank, and so do the products of inputs with factors. At no moment
-    are more alive than each of the former three times, and of the latter twice. Experts' products are not counted.
+    are more alive than each of the former three times, and of the latter twice, which are those of one layer where all
+    are `recomputed`; then the passes hold the gradients twice beside their sums, and the moments once.
     """
-    trained = 3 * (2 * plan.sizes["gradients"] + plan.sizes["moments"])
+    gradients, moments = plan.sizes["gradients"], plan.sizes["moments"]
+    trained = 3 * (2 * gradients + moments)
     factors = [adapter["lora_a"] for adapter in adapters(model).values() if isinstance(adapter, Adapter)]
-    joined = 2 * 4 * plan.tokens * sum(a.shape[-1] for a in factors) if all(a.ndim == 2 for a in factors) else math.inf
-    return plan.bytes.amount - trained, plan.bytes.amount + (times - 1) * trained + times * joined
+    ranks = sum(a.shape[-1] if a.ndim == 2 else _MOST_CHOSEN * a.shape[1] for a in factors)
+    joined = 2 * 4 * plan.tokens * ranks
+    peak = plan.bytes.amount
+    if not recomputed or plan.bytes.where == UPDATE:
+        return peak - trained, peak + (times - 1) * trained + times * joined
+    # No layer is twice as large as the others. The update of a large rank may need more than the passes.
+    joined = min(joined, joined * 2 // len(describe(model)))
+    in_passes = 4 * gradients + moments
+    in_update = plan.sizes["parameters"] + times * trained
+    return peak - in_passes - 2 * joined, max(peak + (times - 1) * in_passes + times * joined, in_update)
 
 
 def _without_tokens(plan: Forecast) -> Forecast:

@@ -92,7 +92,8 @@ class Forecast:
     Its peaks of live buffers and bytes include parameters, gradients and moments, which `counts` and `sizes` have by
     themselves. `unknown` primitives have no rule in primitives.py. `products` and `layer_inputs` are the matrix
     products of a step by layers, and the bytes of inputs that it keeps between its passes. MLX waits for queued work
-    from `memory_limit` bytes on; None where it does not.
+    from `memory_limit` bytes on; None where it does not. Layers save so many bytes for their backward passes, 0 where
+    that was not measured.
     """
 
     rows: int
@@ -106,6 +107,7 @@ class Forecast:
     products: Products = field(default_factory=Products)
     layer_inputs: int = 0
     memory_limit: int | None = None
+    saved: int = 0
 
     @property
     def tokens(self) -> int:
@@ -221,6 +223,7 @@ class Steps:
             short.products,
             short.layer_inputs * reached // max(1, few.chosen_from(len(paths) - reached)),
             limit,
+            int(sum(short.measured[0].saved[kind].bytes for kind in few.kinds)) if short.measured[0].saved else 0,
         )
 
     def _short(self, shape: BatchShape, few: FewLayers, inputs: InputsPlace | None, waits: bool) -> _Short | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -52,9 +53,8 @@ def read(layout: ArrayLayout, outputs: Sequence[mx.array], leaves: Collection[in
         if at in nodes:
             continue
         seen = layout.describe(at)
-        node = nodes[at] = Node(at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position)
-        for length in seen.shape:
-            node.size *= length
+        size = math.prod(seen.shape)
+        node = nodes[at] = Node(at, seen.shape, seen.item_size, strides=seen.strides, position=seen.position, size=size)
         if at in leaves or not seen.primitive:
             continue
         node.kind = layout.kind(seen.primitive)

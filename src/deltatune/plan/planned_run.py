@@ -143,12 +143,7 @@ def finetune(
         loaded, result = finetune("path/to/model", rows, rank=8, iters=50)
         print(result.train_loss, generate(loaded, "When do you open?"))
     """
-    if isinstance(model, TrainConfig):
-        if data is not None or options:
-            raise UserError("finetune: a TrainConfig holds all options; give the others to it.")
-        config = model
-    else:
-        config = TrainConfig.of(model=model, data=data, **options)
+    config = _config_of("finetune", model, data, options)
     world = World()
     with RunFolder(config, world) as folder, kept_choices(config), contextlib.ExitStack() as stack:
         world.do_on_main(lambda: check_services(config.report_to, folder.path), "open the loggers of --report-to")
@@ -165,11 +160,13 @@ def finetune(
     return FineTuned(run.loaded, result)
 
 
-def plan_run(config: TrainConfig) -> RunForecast:
+def plan_run(model: TrainConfig | str | PathLike[str], data: Any = None, **options: Any) -> RunForecast:
     """Print the plan of a run as `deltatune plan` does, and return it.
 
     Args:
-        config: The options of the run, such as TrainConfig.of(model="path/to/model", data=rows, rank=8).
+        model: As finetune() takes it: a model, or all options of the run, alone.
+        data: The data, as finetune() takes it.
+        options: The other options by their names.
 
     Returns:
         The forecast of the largest step, the limits of the device, and the largest batch, length and rank that fit.
@@ -177,7 +174,17 @@ def plan_run(config: TrainConfig) -> RunForecast:
     Raises:
         UserError: The graphs of this MLX cannot be read, or the run cannot be set up.
     """
+    config = _config_of("plan_run", model, data, options)
     return examine(config, shown=PlanLines(partial(print, flush=True)))
+
+
+def _config_of(caller: str, model: Any, data: Any, options: dict[str, Any]) -> TrainConfig:
+    """Return all options of a run, which are either one object or given by their names."""
+    if not isinstance(model, TrainConfig):
+        return TrainConfig.of(model=model, data=data, **options)
+    if data is not None or options:
+        raise UserError(f"{caller}: a TrainConfig holds all options; give the others to it.")
+    return model
 
 
 @contextlib.contextmanager

@@ -56,8 +56,8 @@ def largest(
 
     Memory grows with the value, so the next one tried is where the parabola through the plans meets the limit, or 99 %
     of it where a step is less than 2 % of the value. The search then ends with a plan of 98 %; and always within 2 % of
-    a value that does not fit, or of that place once a plan was foreseen within 1 %; or where the curve through three
-    plans tells that the next value takes 3 % more than there is.
+    a value that does not fit, or of that place once a plan was foreseen within 1 %, or where a value is bound to fit;
+    or where the curve through three plans tells that the next value takes 3 % more than there is.
 
     `known` are plans that exist already, by value, to which those that `attempt` makes are added, so many at most.
     `fixed` is the memory of any value, as a plan for the value 0 would have it.
@@ -68,20 +68,33 @@ def largest(
     aimed = replace(limits, bytes=limits.bytes and int(0.99 * limits.bytes))
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
-    for _ in range(plans):
+
+    def bounds() -> tuple[int, int]:
         good, bad = _bounds(known, limits, most)
+        if fixed is not None and limits.bytes is not None:
+            good = max(good, _bound_to_fit(known, fixed.bytes.amount, aimed, min(bad - 1, most)) // step * step)
+        return good, bad
+
+    for _ in range(plans):
+        good, bad = bounds()
         low = good // step * step + step
         high = min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
         wanted = _guess(points, limits, good, high)
         if wanted >= 50 * step:
             wanted = _guess(points, aimed, good, high)
+        saved = known[good].saved if good in known and len(points) == 2 else 0
+        if saved and wanted >= 4 * good and limits.bytes is not None:
+            # So far away the line is too steep, since a part does not grow, and one of saved tensors alone too flat.
+            flat = good * (1 + (limits.bytes - known[good].bytes.amount) / saved)
+            wanted = min(high, int(wanted**0.4 * flat**0.6))
         if bad <= most and wanted >= high:
             # The curve meets the limit beyond a value that does not fit.
             wanted = bad - max(step, bad // 50)
         wanted = wanted // step * step
-        full = good >= 50 * step and limits.bytes is not None and known[good].bytes.amount * 50 >= limits.bytes * 49
-        near = full or (foreseen and good and wanted < most and (wanted - good) * 50 <= good)
+        planned = good in known
+        full = planned and good >= 50 * step and limits.bytes and known[good].bytes.amount * 50 >= limits.bytes * 49
+        near = full or ((foreseen or not planned) and good and wanted < most and (wanted - good) * 50 <= good)
         if low > high or near or (good and bad <= most and (bad - good) * 50 <= bad) or (good == 0 and step in known):
             break
         if good and len(points) > 2 and low > wanted and limits.bytes and 100 * _told(points, low) > 103 * limits.bytes:
@@ -89,8 +102,24 @@ def largest(
         value = min(max(wanted, low), high) if good or fixed is not None else step
         known[value] = attempt(value)
         foreseen = len(points) > 1 and _foreseen(points, value, known[value])
-    good = _bounds(known, limits, most)[0]
+    good = bounds()[0]
     return Largest(good, more=good >= most)
+
+
+def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimits, most: int) -> int:
+    """The largest value up to `most` that fits, as arithmetic tells from a plan that is at most an eighth away.
+
+    Saved tensors grow in proportion to the value, and the rest of what is not `fixed` grows at most so. Buffers do too.
+    """
+    bound = 0
+    for value, plan in plans.items():
+        if not plan.saved:
+            continue
+        over = plan.bytes.amount - limits.bytes
+        share = 1 - over / (plan.saved if over > 0 else plan.bytes.amount - fixed)
+        if 7 / 8 <= share <= 9 / 8 and (limits.buffers is None or plan.buffers.amount * 9 <= limits.buffers * 8):
+            bound = max(bound, int(share * value))
+    return min(bound, most)
 
 
 def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:

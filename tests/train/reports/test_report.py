@@ -148,7 +148,7 @@ def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(make_trainer, ru
 
     def follow(iterations, _):
         pages.append(report.read_text(encoding="utf-8"))
-        iterations._ending.stop.asked = "still training" in pages[-1]
+        iterations.ending.stop.asked = "still training" in pages[-1]
         assert len(pages) < 1000
 
     with pytest.raises(StoppedError):
