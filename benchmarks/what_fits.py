@@ -39,7 +39,7 @@ from deltatune.ops.recomputation import Checkpoints, operators_pay
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.plan.array_layout import ArrayLayout
 from deltatune.plan.checkpoints import choose, order_of
-from deltatune.plan.device_limits import CUDA_BYTES, METAL_BUFFERS, MOST, Brake, DeviceLimits
+from deltatune.plan.device_limits import METAL_BUFFERS, MOST, Brake, DeviceLimits, for_arrays
 from deltatune.plan.forecast import Forecast, forecast_step
 from deltatune.plan.search import fits, held
 from deltatune.plan.simulate import PACES, gpu_pace
@@ -63,7 +63,7 @@ LONGEST = 1 << 18
 def usable(device: str, memory: int) -> float:
     """The bytes that MLX may use of a memory in GB as it is sold."""
     if device == "cuda":
-        return memory * 1e9 - CUDA_BYTES
+        return for_arrays(int(memory * 1e9))
     return memory * GIB * (2 / 3 if memory <= 36 else 3 / 4)
 
 

@@ -395,3 +395,15 @@ def run(capsys):
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def complaint(run):
+    """complaint(*arguments) -> the one line with which a command refuses them, with exit code 2."""
+
+    def call(*arguments: object) -> str:
+        code, _, error = run(*arguments)
+        assert (code, error.count("\n")) == (2, 1), error
+        return error
+
+    return call

@@ -9,6 +9,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from deltatune.data import Batch
+from deltatune.machine.host_memory import as_numpy
 from deltatune.models.load import load
 from deltatune.models.vision.split import frozen_tower
 from deltatune.ops.random_state import drawing_with
@@ -129,3 +130,25 @@ def assert_same_bits(one, other):
     for array, same in zip([*one[:2], *one[3:]], [*other[:2], *other[3:]], strict=True):
         assert mx.array_equal(array, same)
     assert all(bool(mx.abs(gradient).max() > 0) for gradient in names.values())
+
+
+class PlainRoom:
+    """Stands in for page-locked memory for one array of `size` bytes."""
+
+    def __init__(self, size):
+        self.size = size
+        self._bytes = np.empty(size, np.uint8)
+        self._kind = (), mx.float32
+
+    def write(self, x):
+        self._kind = x.shape, x.dtype
+        self._bytes[: x.nbytes] = as_numpy(x.reshape(-1).view(mx.uint8))
+        return mx.array(0)
+
+    def read(self):
+        shape, dtype = self._kind
+        size = int(np.prod(shape)) * dtype.size
+        return mx.array(self._bytes[:size]).view(dtype).reshape(shape)
+
+    def free(self):
+        self._bytes = np.empty(0, np.uint8)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from console import SCRIPT, called
-from deltatune.answering import session
+from deltatune.answering.dialogue import Dialogue
 from deltatune.commands.chat import Chat, ChatOptions, chat
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
@@ -107,26 +107,12 @@ REASONED = [
 
 @pytest.mark.parametrize(("family", "thinking", "answer", "said"), REASONED)
 def test_an_answer_goes_into_the_history_as_its_template_writes_it(monkeypatch, family, thinking, answer, said):
-    asked = []
-
-    def stream(loaded, prompt, max_tokens, sampling):
-        asked.append(loaded.tokenizer.decode(prompt))
-        yield SimpleNamespace(text=answer, logprobs=None)
-
-    monkeypatch.setattr(inference, "stream", stream)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+    monkeypatch.setattr(inference, "stream", lambda *_: iter([SimpleNamespace(text=answer, logprobs=None)]))
     loaded = load(MODEL)
     loaded.tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    monkeypatch.setattr(session, "load", lambda *_, **__: loaded)
-    variables = {"enable_thinking": thinking}
-    chat(ChatOptions(str(MODEL), chat_template_config=json.dumps(variables)))
-    history = [
-        {"role": "user", "content": "first"},
-        {"role": "assistant", **said},
-        {"role": "user", "content": "second"},
-    ]
-    written = loaded.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True, **variables)
-    assert asked[1] == written
+    talk = Dialogue(inference.Inference(loaded), template_options={"enable_thinking": thinking})
+    list(talk.ask("first"))
+    assert talk.messages == [{"role": "user", "content": "first"}, {"role": "assistant", **said}]
 
 
 @pytest.mark.bad_input("questions that are not UTF-8, on the standard input of chat")

@@ -256,10 +256,9 @@ WRONG = {
 
 @pytest.mark.bad_input("`eval`: {what}")
 @pytest.mark.parametrize("what", WRONG)
-def test_tasks_that_cannot_be_put(stubbed, run, checkpoint, what):
+def test_tasks_that_cannot_be_put(stubbed, complaint, checkpoint, what):
     given, message = WRONG[what]
-    code, _, err = run("eval", "--model", checkpoint, *given)
-    assert code == 2
+    err = complaint("eval", "--model", checkpoint, *given)
     with pytest.raises(UserError, match=message):
         raise UserError(err)
 
@@ -271,17 +270,15 @@ def test_a_missing_package_is_named_with_its_extra(run, checkpoint, monkeypatch)
     code, out, err = run("eval", "--model", checkpoint, "--tasks", "dogs")
     assert (code, out) == (2, "")
     assert "pip install 'deltatune[lm-eval]'" in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.bad_input("`eval --tasks`: data of a task that cannot be loaded, and a task that draws its answers")
-def test_task_that_cannot_run_is_refused(stubbed, asked, run, checkpoint):
+def test_task_that_cannot_run_is_refused(stubbed, asked, complaint, checkpoint):
     def offline(**_):
         raise ConnectionError("no network")
 
     stubbed.evaluator = offline
-    code, _, err = run("eval", "--model", checkpoint, "--tasks", "dogs")
-    assert code == 2
+    err = complaint("eval", "--model", checkpoint, "--tasks", "dogs")
     assert "the data of a task cannot be loaded: no network" in err
     with pytest.raises(UserError, match="draws its answers at random"):
         asked.generate_until([request("x", {"do_sample": True, "temperature": 0.7})])

@@ -39,12 +39,6 @@ def test_a_run_of_epochs_can_be_resumed_to_more(train):
     assert "Resuming after iteration 3 of 6." in train("--epochs", "2", "--resume")
 
 
-def test_the_adapters_size_is_set_by_flags(train):
-    train("--iters", "1", "--rank", "3", "--alpha", "6", "--dropout", "0.25")
-    saved = json.loads((train.out / "adapter_config.json").read_text())["lora_parameters"]
-    assert (saved["rank"], saved["scale"], saved["dropout"]) == (3, 2.0, 0.25)
-
-
 def test_patches_are_one_short_line_and_named_on_request(train):
     short = next(line for line in train("--iters", "1").splitlines() if "Patches: " in line)
     assert "gated_delta_update" not in short
@@ -99,6 +93,9 @@ def test_a_pattern_that_makes_no_sense_ends_with_one_message(tiny_checkpoint, tr
     assert "Traceback" not in err
 
 
+BOTH = "{scale: 1, alpha: 2}"
+
+
 @pytest.mark.bad_input("{what}")
 @pytest.mark.parametrize(
     ("what", "file", "flags", "message"),
@@ -108,18 +105,16 @@ def test_a_pattern_that_makes_no_sense_ends_with_one_message(tiny_checkpoint, tr
         ("`--scale` and `--alpha`", "", ["--scale", "5", "--alpha", "1"], "deltatune: --scale and --alpha set the"),
         (
             "`scale` and `alpha` in a file",
-            "lora_parameters: {scale: 1, alpha: 2}",
+            f"lora_parameters: {BOTH}",
             [],
-            "c.yaml: lora_parameters: scale and alpha set the same thing in two ways; give one of them.",
+            "c.yaml: lora_parameters: scale and alpha set",
         ),
         ("an unknown key whose value is null", "learning_rat: null", [], "unknown key 'learning_rat' (did you mean"),
     ],
 )
-def test_contradicting_options_are_refused(run, tmp_path, what, file, flags, message):
+def test_contradicting_options_are_refused(complaint, tmp_path, what, file, flags, message):
     (tmp_path / "c.yaml").write_text(file)
-    code, _, err = run("train", "-c", tmp_path / "c.yaml", *flags)
-    assert (code, err.count("\n")) == (2, 1)
-    assert message in err
+    assert message in complaint("train", "-c", tmp_path / "c.yaml", *flags)
 
 
 @pytest.mark.bad_input("the optimizer's {what}")
@@ -145,17 +140,15 @@ def test_contradicting_options_are_refused(run, tmp_path, what, file, flags, mes
         ("negative warmup rate", "lr_schedule: {name: cosine_decay, arguments: [1.0e-5, 5], warmup_init: -1}"),
     ],
 )
-def test_settings_of_the_optimizer_are_refused_before_the_model_is_looked_for(run, tmp_path, what, file):
+def test_settings_of_the_optimizer_are_refused_before_the_model_is_looked_for(complaint, tmp_path, what, file):
     (tmp_path / "c.yaml").write_text(f"model: /none\ndata: /none\n{file}\n")
-    code, _, err = run("train", "-c", tmp_path / "c.yaml")
-    assert (code, err.count("\n")) == (2, 1)
+    err = complaint("train", "-c", tmp_path / "c.yaml")
     assert err.startswith(("deltatune: optimizer", "deltatune: lr_schedule"))
 
 
-def test_data_that_are_missing_are_named_before_a_model_is_downloaded(run, tmp_path, monkeypatch):
+def test_data_that_are_missing_are_named_before_a_model_is_downloaded(complaint, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(upstream, "download", lambda name: asked.append(name) or tmp_path)
-    code, _, err = run("train", "--model", "owner/model", "--data", tmp_path / "nowhere")
-    assert code == 2
+    err = complaint("train", "--model", "owner/model", "--data", tmp_path / "nowhere")
     assert "nowhere: no such file or folder" in err
     assert not asked

@@ -46,17 +46,11 @@ THINKING = (
 )
 # This template ends a conversation with a special token that no turn within it has.
 CLOSING = PLAIN.replace("{% endif %}", "{% else %}{{ '<|endoftext|>' }}{% endif %}")
-STRICT = (
-    "{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
-    "{% endif %}{{ message['role'] + message['content'] }}{% endfor %}"
-)
 TEMPLATES = {
     "plain": PLAIN,
     "generation": GENERATION,
     "thinking": THINKING,
     "closing": CLOSING,
-    "strict": STRICT,
     "empty": "{% if false %}{{ messages }}{% endif %}",
     "none": None,
 }

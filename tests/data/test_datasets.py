@@ -92,31 +92,25 @@ def test_a_file_is_the_training_data(tokenizer, folder, tmp_path, kind):
 @pytest.mark.parametrize(
     ("what", "name", "content", "message"),
     [
-        (
-            "a damaged file as data",
-            "lines.parquet",
-            "PAR1 and nothing else",
-            "lines.parquet: the datasets library cannot read this file: .* damaged",
-        ),
+        ("a damaged file as data", "a.parquet", "PAR1", ": the datasets library cannot read this file: .* damaged"),
         # Rows are counted from one.
         (
             "a row of a CSV file that cannot be read",
-            "faq.csv",
-            "prompt,completion\na,\nb,c\n",
-            "faq.csv row 1: 'completion' is empty",
+            "a.csv",
+            "prompt,completion\na,\n",
+            " row 1: 'completion' is empty",
         ),
-        (
-            "a file of an unknown kind as data",
-            "notes.docx",
-            "a text",
-            "notes.docx: expected a .jsonl, .json, .csv, .tsv or .parquet file",
-        ),
+        ("a file of an unknown kind as data", "a.docx", "a", ": expected a .jsonl, .json, .csv, .tsv or .parquet file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tokenizer, folder, tmp_path, what, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"/{name}{message}"):
         load_datasets(folder(data=str(tmp_path / name)), tokenizer)
+
+
+COUNTS = "--no-mask-prompt counts every token."
+ALL = f"Loss on completions only, every assistant turn only, every token of text lines; {COUNTS}"
 
 
 @pytest.mark.parametrize(
@@ -124,15 +118,10 @@ def test_a_file_that_cannot_be_read_is_named(tokenizer, folder, tmp_path, what, 
     [
         (TEXT, None, "Loss on every token."),
         (TEXT, False, "Loss on every token."),
-        ([PAIR], None, "Loss on completions only; --no-mask-prompt counts every token."),
-        ([CHAT], True, "Loss on every assistant turn only; --no-mask-prompt counts every token."),
+        ([PAIR], None, f"Loss on completions only; {COUNTS}"),
+        ([CHAT], True, f"Loss on every assistant turn only; {COUNTS}"),
         ([CHAT, PAIR], False, "Loss on every token, prompts included (--no-mask-prompt)."),
-        (
-            [CHAT, PAIR, *TEXT],
-            None,
-            "Loss on completions only, every assistant turn only, every token of text lines; "
-            "--no-mask-prompt counts every token.",
-        ),
+        ([CHAT, PAIR, *TEXT], None, ALL),
     ],
 )
 def test_the_rule_is_said(tokenizer, folder, rows, mask_prompt, rule):

@@ -59,30 +59,6 @@ def test_the_last_turn_starts_where_mlx_lms_does(tokenizer, name):
     assert not ours.targets[offset - 1]
 
 
-def test_the_end_token_comes_once(tokenizer):
-    end = tokenizer.eos_token_id
-    for name in ("text", "text with its end"):
-        tokens = encoder(tokenizer)(ROWS[name], "file:1").tokens.tolist()
-        assert tokens[-1] == end
-        assert tokens.count(end) == 1
-
-
-def test_text_counts_every_token_but_the_first_by_default(tokenizer):
-    example = encoder(tokenizer)(ROWS["text"], "file:1")
-    assert example.targets[1:].all()
-    assert not example.targets[0]
-    assert example.positions == len(example.tokens) - 1
-
-
-def test_keys_of_the_users_own(tokenizer):
-    named = encoder(tokenizer, prompt="text", completion="summary")({"text": "long", "summary": "short"}, "file:1")
-    usual = encoder(tokenizer)({"prompt": "long", "completion": "short"}, "file:1")
-    assert named.tokens.tolist() == usual.tokens.tolist()
-    assert named.targets.tolist() == usual.targets.tolist()
-    chosen = encoder(tokenizer, chat="chosen")({"chosen": ROWS["chat"]["messages"], "messages": "else"}, "file:1")
-    assert chosen.tokens.tolist() == encoder(tokenizer)(ROWS["chat"], "file:1").tokens.tolist()
-
-
 def test_empty_after_the_template(tokenizers):
     tokenizer = tokenizers("empty")
     with pytest.raises(UserError, match="file:1: empty after the chat template"):

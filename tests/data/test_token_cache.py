@@ -69,11 +69,7 @@ def test_a_change_of_data_options_or_tokenizer_encodes_anew(tokenizers, folder, 
     tokenizer = tokenizers("thinking")
     config = folder(train=ROWS)
     load_datasets(config, tokenizer)
-    changes = [
-        replace(config, chat_turns="last"),
-        replace(config, mask_prompt=False),
-        folder(train=ROWS[:-1]),
-    ]
+    changes = [replace(config, chat_turns="last"), replace(config, mask_prompt=False), folder(train=ROWS[:-1])]
     for number, changed in enumerate(changes, 2):
         load_datasets(changed, tokenizer)
         assert encoded == [number]

@@ -189,9 +189,8 @@ def test_layers_that_run_other_code_are_named(tiny_checkpoint, monkeypatch, doct
     assert "layers.0.linear_attn runs other code" in text
 
 
-def test_a_model_that_is_none_is_bad_input(tmp_path, capsys):
-    assert cli.main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
-    assert "no such directory" in capsys.readouterr().err
+def test_a_model_that_is_none_is_bad_input(tmp_path, complaint):
+    assert "no such directory" in complaint("doctor", "--model", str(tmp_path / "nowhere"))
 
 
 @pytest.fixture

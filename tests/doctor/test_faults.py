@@ -86,11 +86,6 @@ def test_product_that_mlx_refuses_is_a_present_fault(monkeypatch):
         assert found[name] == probes.Fault(name, "present", detail)
 
 
-def test_speed_is_measured(monkeypatch):
-    monkeypatch.setattr(inventory, "_SIDE", 64)
-    assert inventory.speed() > 0
-
-
 @pytest.mark.parametrize(
     ("device", "setting", "shown"),
     [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.export.module_names import AdaptedPlace, TransformersNames, check_layout, short
+from deltatune.export.module_names import AdaptedPlace, TransformersNames, check_layout
 from deltatune.export.peft_adapter import from_peft, fused, split, to_peft
 from deltatune.models.transformers_configs import with_known_type
 from deltatune.selftest.parity import recording, vision
@@ -76,15 +76,6 @@ def test_matrices_that_hold_multipliers_are_refused():
     assert TransformersNames(config).place(path) == AdaptedPlace(path)
     with pytest.raises(UserError, match=r"multiplies the matrices of a falcon_h1 model by \{'mlp_multipliers': \[0.9"):
         TransformersNames(config | {"mlp_multipliers": [0.9, 1.0]}).place(path)
-
-
-def test_the_short_name_is_the_end_of_the_path_in_both_classes():
-    assert short("model.embeddings") == "embeddings"
-    for root in ("model.", "model.language_model.", "base_model.model.model.", ""):
-        assert short(f"{root}layers.3.self_attn.q_proj") == "layers.3.self_attn.q_proj"
-        assert short(f"{root}embed_tokens") == "embed_tokens"
-    assert short("model.visual.blocks.0.attn.qkv") == "visual.blocks.0.attn.qkv"
-    assert short("lm_head") == "lm_head"
 
 
 def test_a_family_without_a_record_keeps_plain_names_and_refuses_others():

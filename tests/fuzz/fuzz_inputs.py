@@ -71,12 +71,7 @@ def _as_json(values: Any) -> bytes:
 
 _MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool"]) | TEXT},
-    optional={
-        "content": TEXT | JSON,
-        "weight": NUMBERS,
-        "tool_calls": JSON,
-        "reasoning_content": TEXT | JSON,
-    },
+    optional={"content": TEXT | JSON, "weight": NUMBERS, "tool_calls": JSON, "reasoning_content": TEXT | JSON},
 )
 _GOOD = st.sampled_from([
     {"prompt": "the quick brown fox", "completion": "jumps"},

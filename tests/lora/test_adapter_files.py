@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,13 +13,7 @@ from mlx.utils import tree_flatten
 from console import called
 from deltatune.demo.assets import MODEL
 from deltatune.errors import UserError
-from deltatune.lora import (
-    adapters,
-    convert_to_lora,
-    load_adapter_weights,
-    load_adapters,
-    save_adapters,
-)
+from deltatune.lora import adapters, convert_to_lora, load_adapter_weights, load_adapters, save_adapters
 from deltatune.lora.adapter_files import adapter_state
 from deltatune.lora.convert import install_adapters, make_adapters
 from deltatune.machine import backend
@@ -105,20 +98,6 @@ def test_deltatune_loads_adapters_of_mlx_lm(tiny_checkpoint, tmp_path, family, k
     assert_same(ours(TOKENS), theirs, lambda: theirs(TOKENS))
     assert set(dict(tree_flatten(ours.trainable_parameters()))) == set(weights)
     assert {round(adapter.dropout_rate, 6) for adapter in adapters(ours).values()} == {0.1}
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-def test_mlx_lm_fuses_our_adapter(tiny_checkpoint, tmp_path, monkeypatch, kind):
-    import mlx_lm.fuse
-
-    path = tiny_checkpoint("qwen3_5_moe")
-    model = adapted(path, tmp_path / "adapter", kind)
-    options = {"--model": path, "--adapter-path": tmp_path / "adapter", "--save-path": tmp_path / "fused"}
-    arguments = [str(word) for option in options.items() for word in option]
-    monkeypatch.setattr(sys, "argv", ["mlx_lm.fuse", *arguments])
-    mlx_lm.fuse.main()
-    fused, _ = mlx_lm.utils.load_model(tmp_path / "fused")
-    assert_same(fused(TOKENS), model, lambda: model(TOKENS))
 
 
 def test_unequal_ranks_and_scales_become_one(tiny_checkpoint, tmp_path):
@@ -255,22 +234,6 @@ def test_damaged_adapters(tiny_checkpoint, tmp_path):
     refused("fine_tune_type 'prefix' is not known")
     config.write_text(json.dumps(json.loads(text) | {"lora_parameters": {"alpha": 8}}))
     refused("with a number `scale` expected")
-
-
-def test_weights_load_into_a_model_with_the_same_adapters(tiny_checkpoint, tmp_path):
-    path = tiny_checkpoint("qwen3")
-    model = adapted(path)
-    file = save_adapters(model, tmp_path, {}, weights="0000010_adapters.safetensors")
-    again, _ = load_model(path)
-    convert_to_lora(again, LoraConfig(rank=4, scale=2.0))
-    load_adapter_weights(again, file)
-    assert mx.array_equal(again(TOKENS), model(TOKENS))
-    # Without the config beside it, the tensors alone say that the file does not fit.
-    (tmp_path / "adapter_config.json").unlink()
-    other, _ = load_model(path)
-    convert_to_lora(other, LoraConfig(rank=5))
-    with pytest.raises(UserError, match=r"has shape \(64, 4\), the model's is \(64, 5\)"):
-        load_adapter_weights(other, file)
 
 
 def test_output_that_cannot_be_written(tiny_checkpoint, tmp_path):

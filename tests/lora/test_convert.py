@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from deltatune.errors import UserError
-from deltatune.lora import LoRALinear, adapters, convert_to_lora, merge
+from deltatune.lora import adapters, convert_to_lora, merge
 from deltatune.options.config import LoraConfig
 
 TOKENS = mx.array([[5, 6, 7]])
@@ -29,22 +29,6 @@ def test_only_adapters_train_and_the_model_starts_as_it_was(tiny_model, family, 
     assert all(value.dtype == mx.float32 for value in trained(model).values())
     assert mx.allclose(model(TOKENS), before, atol=1e-5)
     assert all(adapter.training for adapter in adapters(model).values())
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "kimi_linear", "kimi_k3"])
-def test_every_adapter_gets_a_gradient(tiny_model, family):
-    model = tiny_model(family)
-    model.train()
-    convert_to_lora(model, LoraConfig(rank=2))
-    tokens = mx.random.randint(0, 320, (2, 24))
-
-    def loss(parameters):
-        model.update(parameters)
-        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
-
-    gradients = mx.grad(loss)(model.trainable_parameters())
-    silent = [name for name, g in tree_flatten(gradients) if name.endswith("lora_b") and not mx.any(g != 0).item()]
-    assert not silent
 
 
 EXPERTS = ["*.switch_mlp.*"]
@@ -105,37 +89,19 @@ def test_dora_on_odd_widths_notes_that_mlx_lm_cannot_load_it(tiny_checkpoint):
     assert "mlx-lm cannot load DoRA on 31 modules of 3, 5 or 6 bits" in report.notes[0]
 
 
-def test_a_layers_own_to_lora_is_respected():
-    from mlx_lm.models.afm7 import FusedLinear, FusedLoRALinear
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = FusedLinear(8, [8, 4, 4])
-            self.out = nn.Linear(16, 8)
-
-        def __call__(self, x):
-            return self.out(mx.concatenate(self.qkv(x), axis=-1))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(16, 8)
-            self.layers = [Layer()]
-
-        def __call__(self, ids):
-            return self.layers[0](self.embed(ids))
-
-    model = Model()
+def test_a_layers_own_to_lora_is_respected(other_model):
+    """mlx-lm's afm7 has queries, keys and values in one module, which makes an adapter of its own kind."""
+    sizes = {"hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "num_kv_reuse_layers": 1}
+    model = other_model("afm7", vocab_size=64, **sizes)
     before = model(TOKENS)
     report = convert_to_lora(model, LoraConfig(rank=2))
-    assert set(report.converted) == {"layers.0.qkv", "layers.0.out"}
-    assert type(model.layers[0].qkv) is FusedLoRALinear
-    assert type(model.layers[0].out) is LoRALinear
+    path = "model.layers.0.self_attn.qkv_proj"
+    assert path in report.converted
+    attention = model.layers[0].self_attn
+    assert [type(attention[name]).__name__ for name in ("qkv_proj", "out_proj")] == ["FusedLoRALinear", "LoRALinear"]
     assert mx.allclose(model(TOKENS), before, atol=1e-6)
-    assert {name for name in trained(model) if "qkv" in name} == {
-        f"layers.0.qkv.{leaf}.{i}" for leaf in ("lora_a", "lora_b") for i in range(3)
-    }
+    factors = {f"{path}.{leaf}.{i}" for leaf in ("lora_a", "lora_b") for i in range(3)}
+    assert {name for name in trained(model) if "qkv" in name} == factors
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 
 import adapter_checks
 from adapter_checks import assert_agree, float64, value_and_gradients
+from checkpointing import checkpoint
 from deltatune.lora import DoRALinear, LoRALinear, linear
 from deltatune.lora.linear import factor_dtypes, with_low_rank
 from deltatune.lora.weights import dense_weight
-from deltatune.ops.checkpoint import checkpoint
 
 PACKINGS = [
     None,

@@ -192,10 +192,7 @@ def test_plain_parameters_have_the_names_of_a_checkpoint(tiny_checkpoint):
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [
-        ("model.norm", "cannot be added to this RMSNorm"),
-        ("model.layers.0.mlp.up_proj", "has an adapter already"),
-    ],
+    [("model.norm", "cannot be added to this RMSNorm"), ("model.layers.0.mlp.up_proj", "has an adapter already")],
 )
 def test_module_that_takes_no_new_rows_is_refused(tiny_checkpoint, path, words):
     model, _ = load_model(tiny_checkpoint("qwen3"))

@@ -66,12 +66,13 @@ def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "argv", ["deltatune", *arguments])
-    for name in (environment.ELEMENTS, environment.OPERATIONS):
+    for name in (environment.ELEMENTS, environment.OPERATIONS, *environment.RECORDS):
         monkeypatch.delenv(name, raising=False)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     environment.limit_queue()
     assert [*environment.queued().values()] == after, "a plan counts with them"
+    assert [os.environ[name] for name in environment.RECORDS] == ["128", "0"]
 
 
 @pytest.mark.parametrize(("platform", "sizes"), [("darwin", [50, 7]), ("linux", [50, 50])])

@@ -102,7 +102,7 @@ def test_a_plan_for_cuda_counts_free_memory(monkeypatch, refused):
     if refused:
         assert (limits.bytes, limits.why_bytes) == (24 * 10**9, "the GPU's memory")
     else:
-        assert (limits.bytes, limits.why_bytes) == (20 * 10**9, "the free memory of the GPU")
+        assert (limits.bytes, limits.why_bytes) == (18 * 10**9, "the free memory of the GPU")
         assert card.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
 
 

@@ -34,28 +34,23 @@ def fresh():
 
 
 @pytest.mark.parametrize(
-    ("driver", "expected"),
-    [(Driver(), nvidia.Limits(101_376, 170)), (Driver(status=100), nvidia.H200), (None, nvidia.H200)],
+    ("driver", "limits", "version"),
+    [
+        (Driver(), nvidia.Limits(101_376, 170), (12, 8)),
+        (Driver(status=100), nvidia.H200, (0, 0)),
+        (None, nvidia.H200, (0, 0)),
+    ],
     ids=["asked", "refuses", "absent"],
 )
-def test_limits(driver, expected, monkeypatch):
+def test_limits_and_version_of_the_driver(driver, limits, version, monkeypatch):
     def library(name, _mode):
         if driver is None:
             raise OSError(name)
         return driver
 
     monkeypatch.setattr(nvidia.ctypes, "CDLL", library)
-    assert nvidia.limits() == expected
-
-
-@pytest.mark.parametrize(
-    ("driver", "expected"),
-    [(Driver(), (12, 8)), (Driver(status=100), (0, 0)), (None, (0, 0))],
-    ids=["asked", "refuses", "absent"],
-)
-def test_driver_version(driver, expected, monkeypatch):
-    monkeypatch.setattr(nvidia, "library", lambda names: driver)
-    assert nvidia.driver_version() == expected
+    assert nvidia.limits() == limits
+    assert nvidia.driver_version() == version
 
 
 @pytest.mark.parametrize(("name", "generation"), [("sm_89", 89), ("sm_121", 121), ("applegpu_g15s", 90), (None, 90)])

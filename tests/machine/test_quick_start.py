@@ -1,12 +1,10 @@
 """Quicker starts of programs (tests/quick_start) change nothing that they find or print."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -42,38 +40,6 @@ def test_cached_import_structure_equals_transformers(reader, tmp_path):
         # The second time, it comes from the file that the first has left.
         reader.define_import_structure = lambda *_: pytest.fail("read again")
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_one_model_is_read_anew_and_so_are_all_in_another_version(tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "reader.py").touch()
-    asked = []
-
-    def plain(path, prefix=None):
-        asked.append((path, prefix))
-        return {frozenset(): {}}
-
-    for version in (1, 2):
-        os.utime(tmp_path / "models", ns=(version, version))
-        found = SimpleNamespace(__file__=str(tmp_path / "reader.py"), define_import_structure=plain)
-        quick_start.keep(found, str(tmp_path / "kept"))
-        found.define_import_structure(str(tmp_path / "models"), "models")
-        found.define_import_structure(str(tmp_path / "models" / "bert"), "bert")
-    assert asked == [(str(tmp_path / "models"), None), (str(tmp_path / "models" / "bert"), "bert")] * 2
-
-
-def test_a_launcher_waits_only_for_output():
-    launcher = SimpleNamespace()
-    quick_start.wait(launcher)
-    reads, writes = os.pipe()
-    try:
-        # Standard input has ended, and a pipe can be written: neither is anything to wake up for.
-        assert launcher.select([0, reads], [writes], [], 0) == ([], [], [])
-        os.write(writes, b"a line")
-        assert launcher.select([0, reads], [writes], [], 1.0) == ([reads], [], [])
-    finally:
-        os.close(reads)
-        os.close(writes)
 
 
 def test_programs_that_tests_start_have_it():

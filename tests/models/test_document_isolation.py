@@ -123,28 +123,7 @@ YARN = ROPE | {"rope_type": "yarn", "factor": 16.0}
 NEAR = {
     "ministral3": ({"rope_parameters": YARN}, "original_max_position_embeddings", 256),
     "llama": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "max_position_embeddings", 128),
-    "minimax_m3_vl": (
-        {
-            "text_config": {
-                "vocab_size": 64,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "shared_intermediate_size": 32,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "num_hidden_layers": 2,
-                "head_dim": 16,
-                "num_local_experts": 2,
-                "num_experts_per_tok": 1,
-                "index_n_heads": 1,
-                "index_head_dim": 16,
-                "index_block_size": 32,
-                "index_topk_blocks": 3,
-            },
-        },
-        "index_block_size and index_topk_blocks",
-        96,
-    ),
+    "minimax_m3_vl": ({}, "index_block_size and index_topk_blocks", 96),
 }
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
-from jinja2.exceptions import SecurityError
 from mlx.utils import tree_flatten
 
 from checkpoint_copies import copied, rewrite, rewritten
@@ -351,10 +350,3 @@ def test_code_in_a_checkpoint_runs_when_trusted(damaged):
     (path / "code.py").write_text(source.read_text().replace("from .", "from mlx_lm.models."))
     rewrite(path / "config.json", model_file="code.py")
     assert load(path, trust_remote_code=True).model(TOKENS).shape == (1, 5, 320)
-
-
-def test_chat_templates_are_sandboxed(tiny_checkpoint):
-    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    tokenizer = load(tiny_checkpoint("qwen3", chat_template=template)).tokenizer
-    with pytest.raises(SecurityError):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)

@@ -3,15 +3,10 @@
 test_peft.py has every kind of adapter; here stand the files and the classes that a user names.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
@@ -19,8 +14,7 @@ from test_peft import TOKENS, TOLERANCE, moved, our_logits, their_logits
 
 from deltatune.data.example import Example, Splits
 from deltatune.export.peft_adapter import write_peft
-from deltatune.export.peft_import import import_peft
-from deltatune.lora import convert_to_lora, load_adapters, save_adapters
+from deltatune.lora import convert_to_lora, save_adapters
 from deltatune.models.load import load_model
 from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.selftest.parity import vision
@@ -71,16 +65,6 @@ def trained(base: Path, folder: Path, **options: Any) -> nn.Module:
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     Trainer(model, tokenizer, config, Splits(rows), model_config=model_config, screen=Screen(shown=False)).run()
     return model
-
-
-# The other families of text are in test_saved_families.py.
-@pytest.mark.parametrize("kind", ["text kimi_linear", *IMAGES])
-def test_a_save_has_the_logits_of_transformers(kind, tmp_path):
-    base = saved(tmp_path / "base", kind)
-    if "moe" in kind or "next" in kind:
-        assert any(".experts.0." in name for name in mx.load(str(base / "model.safetensors")))
-    model, _ = load_model(base)
-    assert np.abs(our_logits(model) - their_logits(their_model(base, kind))).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["text qwen3_5", "text qwen3_5_moe", "images qwen3_5", "images qwen3_5_moe"])
@@ -149,54 +133,3 @@ def test_weight_decay_takes_the_parameters_of_transformers_trainer(kind, tmp_pat
         optimizer.step()
     for name, value in changed.items():
         assert (value.detach() - ours[name].detach()).abs().max() < TOLERANCE, name
-
-
-# Makes an adapter by PEFT and saves it beside the logits of the adapted model.
-_PEFT = """
-import json, sys
-import numpy as np, peft, torch, transformers
-base, target, options, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), np.array(json.loads(sys.argv[4]))
-model = transformers.AutoModelForCausalLM.from_pretrained(
-    base, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-)
-model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options))
-torch.manual_seed(3)
-with torch.no_grad():
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter += 0.1 * torch.randn_like(parameter)
-    logits = model.eval()(input_ids=torch.from_numpy(tokens), use_cache=False).logits
-model.save_pretrained(target)
-np.save(target + "/logits.npy", logits.numpy())
-print(peft.__version__)
-"""
-OLD = "0.18.0"
-
-
-@pytest.fixture(scope="session")
-def old_peft(tmp_path_factory):
-    """A folder with an older version of PEFT, which stores the factors of experts the other way round."""
-    folder = tmp_path_factory.mktemp("peft")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"peft=={OLD}"]
-    subprocess.run(command, check=True)
-    return folder
-
-
-@pytest.mark.parametrize("old", [False, True], ids=["installed", OLD])
-@pytest.mark.parametrize("what", ["linear", "experts"])
-def test_an_adapter_that_a_version_of_peft_saved(what, old, old_peft, tmp_path):
-    base = saved(tmp_path / "base", "text qwen3_5_moe")
-    options = {"target_modules": ["q_proj", "o_proj", "in_proj_qkv"]}
-    if what == "experts":
-        options |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    words = [str(base), str(tmp_path / "peft"), json.dumps(options), json.dumps(TOKENS.tolist())]
-    environment = os.environ | ({"PYTHONPATH": str(old_peft)} if old else {})
-    done = subprocess.run([sys.executable, "-c", _PEFT, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (done.stdout.split()[-1] == OLD) is old
-    import_peft(base, tmp_path / "peft", tmp_path / "imported")
-    model, _ = load_model(base)
-    plain, expected = our_logits(model), np.load(tmp_path / "peft" / "logits.npy")
-    load_adapters(model, tmp_path / "imported")
-    assert np.abs(plain - expected).max() > 0.05
-    assert np.abs(our_logits(model) - expected).max() < TOLERANCE

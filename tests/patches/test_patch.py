@@ -248,23 +248,3 @@ def test_foreign_patch_survives_revert(acme):
     patch.revert()
     assert ops.update is upstream
     assert one.update(2) == ("wrapped", ("ours", 2))
-
-
-def test_methods(acme):
-    layer = acme("acme.ops").Layer
-    upstream = layer.__call__
-
-    def doubled(upstream):
-        def __call__(self, x):  # noqa: N807
-            return 2 * upstream(self, x)
-
-        return __call__
-
-    record = dataclasses.replace(RECORD, name="Layer.__call__", signature="(self, x)", replacement=doubled)
-    report = patch.apply([record])
-    assert layer()(1) == 4
-    assert report.applied[0].holders == ("acme.ops.Layer.__call__",)
-    patch.apply([record])
-    assert layer()(1) == 4
-    patch.revert()
-    assert layer.__call__ is upstream

@@ -13,7 +13,7 @@ from beside import load
 from deltatune.machine import backend
 from deltatune.ops.kernels import cubin, nvrtc
 from deltatune.ops.operator.case import Case, judged
-from deltatune.ops.pointwise import swiglu
+from deltatune.ops.pointwise.silu import swiglu
 from deltatune.ops.random_state import drawing_with
 from deltatune.train.compiled import Compiled
 

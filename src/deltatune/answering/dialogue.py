@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ..data.chats.answers import AnswerParser
@@ -71,31 +72,27 @@ def generate(
     return [loaded.tokenizer.decode(tokens) for tokens in answers]
 
 
+@dataclass(eq=False)
 class Dialogue:
     """A conversation with a model: each question is asked behind all messages before it.
 
     `messages` are the conversation without the system message. UserError where the tokenizer has no chat template.
     """
 
-    def __init__(
-        self,
-        inference: Inference,
-        *,
-        system_prompt: str | None = None,
-        max_tokens: int = 256,
-        template_options: Mapping[str, Any] | None = None,
-    ):
-        if not inference.tokenizer.has_chat_template:
+    inference: Inference
+    _: KW_ONLY
+    system_prompt: str | None = None
+    max_tokens: int = 256
+    template_options: Mapping[str, Any] | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.inference.tokenizer.has_chat_template:
             raise UserError(
                 "chat: the model's tokenizer has no chat template, without which a conversation has no form; "
                 "deltatune generate continues a text."
             )
-        self._inference = inference
-        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        self._max_tokens = max_tokens
-        self._options = template_options
-        self._parser = AnswerParser(inference.tokenizer, template_options)
-        self.messages: list[dict[str, Any]] = []
+        self._parser = AnswerParser(self.inference.tokenizer, self.template_options)
 
     def ask(self, question: str) -> Generator[Any, None, None]:
         """Ask a question; the part of the answer when the iterator ends or is closed belongs to the history.
@@ -106,7 +103,7 @@ class Dialogue:
         tokens = self.prompt(question)
         parts: list[str] = []
         try:
-            with contextlib.closing(self._inference.answer(Prompt(tokens), self._max_tokens)) as pieces:
+            with contextlib.closing(self.inference.answer(Prompt(tokens), self.max_tokens)) as pieces:
                 for piece in pieces:
                     parts.append(piece.text)
                     yield piece
@@ -115,10 +112,11 @@ class Dialogue:
 
     def prompt(self, question: str) -> list[int]:
         """Return the tokens of a question behind all that was said; UserError where the chat template refuses them."""
-        inference = self._inference
-        asked = [*self._system, *self.messages, _of_user(question)]
+        inference = self.inference
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        asked = [*system, *self.messages, _of_user(question)]
         remedy = "r starts anew, or change --system-prompt or --chat-template-config"
-        text = conversation_text(inference.tokenizer, asked, remedy, self._options)
+        text = conversation_text(inference.tokenizer, asked, remedy, self.template_options)
         tokens = inference.tokenizer.encode(text, add_special_tokens=False)
         check_prompt(inference.model, inference.tokenizer, tokens, "chat")
         return tokens

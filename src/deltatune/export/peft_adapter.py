@@ -69,7 +69,7 @@ def write_peft(
     """
     save_path = Path(save_path)
     of_head = save_path / MTP
-    if any((folder / PEFT_CONFIG).exists() for folder in (save_path, of_head)):
+    if any(save_path.glob(f"**/{PEFT_CONFIG}")):
         raise UserError(f"{save_path}: it holds an adapter already; give a new folder as --save-path.")
     path = locate(model_path)
     adapter_path = Path(adapter_path)

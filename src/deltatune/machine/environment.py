@@ -26,6 +26,10 @@ ELEMENTS, OPERATIONS = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
 PIECE = {ELEMENTS: 800, OPERATIONS: 400}
 # A command with --memory has smaller pieces, which hold less of its limit.
 SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
+# These are MLX's variables: how many kinds of recorded pieces it keeps, each with some 6 MB of an NVIDIA GPU's memory,
+# and whether it ends a process that has recorded twice as many. On a full GPU pieces end where memory does, so that a
+# long run has more.
+RECORDS = {"MLX_CUDA_GRAPH_CACHE_SIZE": 128, "MLX_ENABLE_CACHE_THRASHING_CHECK": 0}
 # MLX's own sizes on the largest Apple GPUs, where no variable is set.
 METAL_PIECE = {ELEMENTS: 50, OPERATIONS: 50}
 # This is CUDA's variable: the GPUs that a process may see.
@@ -139,7 +143,7 @@ def limit_queue() -> None:
     us; the memory of waiting pieces is bounded by the plan of a run (plan/device_limits.py).
     """
     if sys.platform == "linux":
-        for name, size in (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE).items():
+        for name, size in (RECORDS | (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE)).items():
             os.environ.setdefault(name, str(size))
 
 

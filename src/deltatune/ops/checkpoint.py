@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -25,39 +25,21 @@ from .tracing import side_outputs, trace
 from .watched_calls import as_subclasses
 
 
-def checkpoint(fn: Callable, module: nn.Module | None = None) -> Callable:
-    """Wrap `fn` so that only its arguments are saved for the backward pass, which recomputes it.
-
-    Values and gradients are those of `fn`. The second run draws the same random numbers as the first, and sees the same
-    segments of a packed batch. `fn` takes and returns arrays, scalars, strings, None, objects of containers.CONTAINERS,
-    and lists, tuples and dicts of all these; it may change those objects alone. Only arguments and the trainable
-    parameters of `module` get gradients: an array that `fn` closes over gets none, without a warning. The module is by
-    default `fn` itself, or the owner of the bound method `fn`.
-
-    The wrapped function raises ValueError for an argument of another kind, for a list or dict that `fn` changed, and
-    for a result without an array.
-    """
-    owner = module
-    if owner is None:
-        owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    if not isinstance(owner, nn.Module):
-        owner = None
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return _run(fn, owner, args, kwargs)
-
-    return wrapped
-
-
 @contextmanager
 def checkpointed(modules: Iterable[nn.Module], carries: Sequence[Carry | None] | None = None) -> Iterator[None]:
     """Within the context, checkpoint each of these layers; other layers of the same classes are not affected.
 
+    Only a layer's arguments are saved for the backward pass, which recomputes it, with the same random numbers and the
+    same segments of a packed batch; values and gradients stay as they are. A layer takes and returns arrays, scalars,
+    strings, None, objects of containers.CONTAINERS, and lists, tuples and dicts of all these; it may change those
+    objects alone. Only its arguments and trainable parameters get gradients: an array that it closes over gets none,
+    without a warning. ValueError for a list or dict that it changed, and for a result without an array.
+
     Within the context, the class of each layer is a subclass of the same name, so that `isinstance`, attributes,
     parameter paths and `update` work as before. One that is already checkpointed stays as it is. A layer in evaluation
-    mode runs without a checkpoint if it gets an object that `checkpoint` refuses, such as a cache, since that is
-    inference; in training mode such a call is a ValueError. A long row runs through a layer that has a `Carry` in
-    pieces (pieces.py). RuntimeError where other code changed the class of a layer within the context.
+    mode runs without a checkpoint if it gets an object of another kind, such as a cache, since that is inference; in
+    training mode such a call is a ValueError. A long row runs through a layer that has a `Carry` in pieces (pieces.py).
+    RuntimeError where other code changed the class of a layer within the context.
     """
     layers = list(modules)
     carry_of = dict(zip(map(id, layers), carries or [None] * len(layers), strict=True))
@@ -101,15 +83,15 @@ def _checkpointed_class(original: type, carry_of: dict[int, Carry | None]) -> ty
     return type(original.__name__, (original,), body)
 
 
-def _run(fn: Callable, module: nn.Module | None, args: tuple, kwargs: dict) -> Any:
+def _run(fn: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     arguments = ArgumentArrays((args, kwargs))
-    paths, parameters = trainable(module) if module is not None else ([], [])
+    paths, parameters = trainable(module)
     told = trace.current()
     packing = told.segments
     collects = told.side_outputs is not None
 
     def run(inputs: list[mx.array]) -> tuple[list[mx.array], list[mx.array], Rebuild]:
-        holder = holding(module, paths, inputs[: len(paths)]) if module is not None else nullcontext()
+        holder = holding(module, paths, inputs[: len(paths)])
         with holder, recomputed(), side_outputs.collecting(collects) as aside:
             arrays, rebuild = _outputs(fn, arguments, inputs[len(paths) :])
         return arrays, aside, rebuild

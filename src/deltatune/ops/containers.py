@@ -45,13 +45,10 @@ def unknown_kind(tree: Any) -> str | None:
 class ArgumentArrays:
     """The arrays in a function's arguments, and the way back from arrays to arguments and results.
 
-    The arguments are arrays, constants, containers, and lists, tuples and dicts of them; ValueError for another class.
+    The arguments are arrays, constants, containers, and lists, tuples and dicts of them (`unknown_kind`).
     """
 
     def __init__(self, tree: Any):
-        unknown = unknown_kind(tree)
-        if unknown is not None:
-            raise ValueError(f"checkpoint: cannot take a {unknown}: the arrays in it would get no gradient.")
         self.arrays: list[mx.array] = []
         self._containers: list[_Container] = []
         # Objects that a run must not change: the name of the class, a function that lists the contents, and the list

@@ -62,10 +62,9 @@ def holding(module: nn.Module, paths: Sequence[str], arrays: Sequence[mx.array])
 
 
 @contextmanager
-def undisturbed(module: nn.Module | None) -> Iterator[None]:
+def undisturbed(module: nn.Module) -> Iterator[None]:
     """Undo at the end of the context whatever was set on `module`, or on a module inside it, within the context."""
-    modules = [] if module is None else module.modules()
-    snapshots = [(part, dict(part), dict(vars(part))) for part in modules]
+    snapshots = [(part, dict(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
     finally:

@@ -521,7 +521,7 @@ class TrainConfig:
         """The parts of the model to train, as convert_to_lora takes them."""
         if self.mtp == "only":
             return ["mtp"]
-        parts = [part.strip() for part in self.parts.split(",") if part.strip()]
+        parts = self.parts.split(",")
         return [*parts, "mtp"] if self.mtp else parts
 
     def _check_distillation(self) -> None:

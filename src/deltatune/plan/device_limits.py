@@ -14,6 +14,8 @@ from ..machine.host_memory import container
 METAL_BUFFERS = 499_000
 # CUDA's memory during a run beside arrays, for kernels and libraries: up to 1.4 GB on H100s.
 CUDA_BYTES = 1_500_000_000
+# The share of the rest that arrays may fill: the driver's pool keeps what lies between them (docs/decisions/memory.md).
+FILLED = 0.9
 # From this share of the memory for arrays on, MLX is always made to wait for its queued work on an NVIDIA GPU. The rest
 # is for the results of an operation, allocated before MLX looks.
 MOST = 0.95
@@ -71,8 +73,8 @@ def brake(size: int) -> int | None:
 def device_limits() -> DeviceLimits:
     """The limits of MLX's default device.
 
-    Metal reports both limits. On CUDA arrays may take the GPU's free memory, less CUDA_BYTES. On a CPU the limit is the
-    memory of the machine or the container.
+    Metal reports both limits. On CUDA arrays may fill most of the GPU's free memory, less CUDA_BYTES. On a CPU the
+    limit is the memory of the machine or the container.
     """
     return backend.here({"cpu": _of_cpu, "metal": _of_metal, "cuda": _of_cuda})()
 
@@ -90,7 +92,12 @@ def _of_cuda() -> DeviceLimits:
         return DeviceLimits(None, total or None, unlimited, "the GPU's memory")
     # Memory that this process has allocated is free for the run.
     free += mx.get_active_memory() + mx.get_cache_memory()
-    return DeviceLimits(None, max(0, min(total, free) - CUDA_BYTES), unlimited, "the free memory of the GPU")
+    return DeviceLimits(None, for_arrays(min(total, free)), unlimited, "the free memory of the GPU")
+
+
+def for_arrays(size: int) -> int:
+    """Return how much of so many free bytes of an NVIDIA GPU arrays may take."""
+    return max(0, int(FILLED * (size - CUDA_BYTES)))
 
 
 def _of_cpu() -> DeviceLimits:

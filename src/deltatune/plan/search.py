@@ -109,7 +109,7 @@ def largest(
 def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimits) -> int:
     """The largest value that fits, as arithmetic tells from a plan that is at most a seventh away; 0 without one.
 
-    Saved tensors grow in proportion to the value, and the rest of what is not `fixed` grows at most so. Buffers do too.
+    Saved tensors grow in proportion to the value, and the rest that is not `fixed` grows at most so. Buffers do too.
     """
     bound = 0
     for value, plan in plans.items():

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from .tree import leaves
 _READS = "Attempting to eval an array during function transformations"
 
 
+@dataclass(eq=False)
 class Compiled:
     """A function that is compiled once for each set of shapes, as mx.compile does.
 
@@ -32,18 +34,14 @@ class Compiled:
     `before_tracing` is called before each set of shapes is compiled, which may try kernels.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        outputs: Sequence[Any] | None = None,
-        before_tracing: Callable[[], None] | None = None,
-    ):
-        changed = None if outputs is None else list(outputs)
-        self._function = function
-        self._inputs = inputs
-        self._before_tracing = before_tracing
-        self._call = partial(mx.compile, inputs=list(inputs), outputs=changed)(function)
+    function: Callable[..., Any]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any] | None = None
+    before_tracing: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        changed = None if self.outputs is None else list(self.outputs)
+        self._call = partial(mx.compile, inputs=list(self.inputs), outputs=changed)(self.function)
         self._traced: set[Any] = set()
         # Whether the function reads values, so that MLX cannot compile it.
         self._eager = False
@@ -53,11 +51,11 @@ class Compiled:
         shapes = tuple((path, getattr(x, "shape", None), getattr(x, "dtype", None)) for path, x in leaves(arguments))
         if shapes in self._traced and not self._eager:
             return self._call(*arguments)
-        if self._before_tracing is not None:
-            self._before_tracing()
+        if self.before_tracing is not None:
+            self.before_tracing()
         if self._eager:
-            return self._function(*arguments)
-        before = [pair for tree in self._inputs for pair in _contents(tree)]
+            return self.function(*arguments)
+        before = [pair for tree in self.inputs for pair in _contents(tree)]
         try:
             with nullcontext() if self._traced else foreseen(partial(self._dry_run, arguments, before)):
                 results = self._call(*arguments)
@@ -72,7 +70,7 @@ class Compiled:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return self._function(*arguments)
+            return self.function(*arguments)
         self._traced.add(shapes)
         return results
 
@@ -80,7 +78,7 @@ class Compiled:
         """Trace a call to learn its kernels, without counting it; then put back the arrays that it replaced."""
         try:
             with dispatch.having(recurrences=Counter(), attentions=Counter(), callers=None):
-                self._function(*arguments)
+                self.function(*arguments)
         finally:
             _put_back(before)
 

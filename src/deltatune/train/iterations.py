@@ -82,35 +82,29 @@ class Parts:
     callbacks: Callbacks
 
 
+@dataclass(eq=False)
 class Iterations:
     """Runs the iterations of a run; `trained` has the loss and layers of the patched model (setup.training)."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        engine: Engine,
-        saving: Saving,
-        ending: Ending,
-        trained: Training,
-        freed_memory: FreedMemory,
-    ):
-        self.parts = parts
-        self.state = engine.state
-        self.progress = engine.state.progress
-        self._engine = engine
-        self._saving = saving
-        self._ending = ending
-        self._freed_memory = freed_memory
-        self._trained = trained
-        self._watched = nonfinite.watched(trained.layers)
-        self._figures = trained.figures + router_figures(parts.model)
-        order = engine.state.order
+    parts: Parts
+    engine: Engine
+    saving: Saving
+    ending: Ending
+    trained: Training
+    freed_memory: FreedMemory
+
+    def __post_init__(self) -> None:
+        self.state = self.engine.state
+        self.progress = self.engine.state.progress
+        self._watched = nonfinite.watched(self.trained.layers)
+        self._figures = self.trained.figures + router_figures(self.parts.model)
+        order = self.engine.state.order
         # By rewards, where the batches are sampled by them.
         self._evaluation: Evaluation | RewardEvaluation
         if isinstance(order, RolloutOrder):
-            self._evaluation = RewardEvaluation(order.sampler, parts.config, parts.world)
+            self._evaluation = RewardEvaluation(order.sampler, self.parts.config, self.parts.world)
         else:
-            self._evaluation = Evaluation(parts.model, trained, parts.world, parts.weights)
+            self._evaluation = Evaluation(self.parts.model, self.trained, self.parts.world, self.parts.weights)
         self._stopped = False
         # The batches since the last update, among which the cause of a loss that is not finite is looked for.
         self._batches: list[Batch] = []
@@ -122,7 +116,7 @@ class Iterations:
         # Whether the run is to stop: several ranks agree on it in an iteration, a single one also between them.
         asked = False
         while True:
-            asked = self._ending.asks_to_stop() or asked
+            asked = self.ending.asks_to_stop() or asked
             if not asked and self._evaluation_is_due():
                 asked = not self._evaluate()
             done = progress.iteration >= config.iters or self.ended_early()
@@ -130,13 +124,13 @@ class Iterations:
                 asked = not self._sample()
             if asked and not done:
                 self._save(stopping=True)
-                self._ending.in_order()
-                raise self._ending.stopped()
+                self.ending.in_order()
+                raise self.ending.stopped()
             if done:
                 self._save(finished=True)
                 return
             before = progress.iteration
-            if before > 0 and before % config.save_every == 0 and before != self._saving.saved:
+            if before > 0 and before % config.save_every == 0 and before != self.saving.saved:
                 self._save()
             asked = self._iterate()
             # A sampling that was left makes no iteration.
@@ -162,12 +156,12 @@ class Iterations:
         parts = self.parts
         progress = self.progress
         started = time.perf_counter()
-        self._freed_memory.begin("evaluation")
+        self.freed_memory.begin("evaluation")
         assert parts.valid_order is not None
 
         def between(done: int, total: int) -> bool:
             parts.screen.evaluating(done, total)
-            return self._ending.asks_to_stop()
+            return self.ending.asks_to_stop()
 
         try:
             loss = self._evaluation(parts.valid_order, parts.config.val_batches, between)
@@ -189,7 +183,7 @@ class Iterations:
             progress.best_iteration = progress.iteration
             # Before the first iteration nothing is trained: the model as it came is not worth a copy.
             if progress.iteration:
-                self._on_every_rank(lambda: self._saving.save_best(loss))
+                self._on_every_rank(lambda: self.saving.save_best(loss))
         else:
             progress.evaluations_without_gain += 1
         if self.out_of_patience():
@@ -201,27 +195,27 @@ class Iterations:
 
     def _saved_before(self, error: UserError, remedy: str = "") -> UserError:
         """Save the state of the last update, and return the error, which every rank raises, with where that is."""
-        self._ending.in_order()
+        self.ending.in_order()
         at = self.progress.iteration
         if at == 0:
             return error
-        self._saving.save_last_update()
+        self.saving.save_last_update()
         saved = f"The state after iteration {self.progress.iteration:,} is saved in {self.parts.outputs.state.parent}"
         return UserError(f"after iteration {at:,}: {error} {saved}{remedy}.")
 
     def _sample(self) -> bool:
         """Answer the prompts and report it; return False if interrupted, so that a resumed run starts with this."""
         parts = self.parts
-        self._freed_memory.begin("samples")
+        self.freed_memory.begin("samples")
         if (count := len(parts.samples.prompts)) > _FEW_PROMPTS:
             parts.screen.say(f"Answering {count:,} sample prompts.")
         try:
-            answers = parts.samples.on_main(parts.world, self._ending)
+            answers = parts.samples.on_main(parts.world, self.ending)
         except NoResultError as error:
             raise self._saved_before(error) from error
         except UserError:
             # Rank 0 answers, and every rank raises its error.
-            self._ending.in_order()
+            self.ending.in_order()
             raise
         if answers is None:
             return False
@@ -265,8 +259,8 @@ class Iterations:
         except InterruptedSamplingError:
             return True
         self._batches.append(batch)
-        self._freed_memory.begin("training")
-        advance = self._engine.advance(batch, self._goes_on())
+        self.freed_memory.begin("training")
+        advance = self.engine.advance(batch, self._goes_on())
         progress.iteration += 1
         if not (math.isfinite(advance.loss) and math.isfinite(advance.norm or 0.0)):
             self._fail(advance.loss, advance.norm)
@@ -274,7 +268,7 @@ class Iterations:
             progress.grad_norm = advance.norm
             self.state.end_window()
         progress.add(advance)
-        self._freed_memory.after_iteration()
+        self.freed_memory.after_iteration()
         seconds = time.perf_counter() - started
         progress.seconds += seconds
         loss = advance.loss / advance.weight if advance.weight else None
@@ -284,9 +278,9 @@ class Iterations:
     def _next_batch(self) -> Batch:
         """Return the next batch; where a row of a stream is no example, or a reward fails, the state is saved first."""
         if self.parts.config.samples_answers:
-            self._freed_memory.begin("sampling")
+            self.freed_memory.begin("sampling")
         try:
-            return self._trained.taught(next(self.state.order))
+            return self.trained.taught(next(self.state.order))
         except UserError as error:
             raise self._saved_before(error, "; mend that and give --resume") from error
 
@@ -295,7 +289,7 @@ class Iterations:
         parts = self.parts
         at = self.progress.iteration + 1
         config = parts.config
-        if at >= config.iters or self._ending.stop.asked or parts.reporting.last_seconds > LONGEST:
+        if at >= config.iters or self.ending.stop.asked or parts.reporting.last_seconds > LONGEST:
             return False
         due = [config.save_every]
         if parts.callbacks.on_report is not None:
@@ -305,7 +299,7 @@ class Iterations:
         return all(at % interval for interval in due)
 
     def _save(self, *, finished: bool = False, stopping: bool = False) -> None:
-        self._on_every_rank(lambda: self._saving.save(finished=finished, stopping=stopping))
+        self._on_every_rank(lambda: self.saving.save(finished=finished, stopping=stopping))
         self._call(self.parts.callbacks.on_save, self.parts.outputs.directory)
 
     def _on_every_rank(self, action: Callable[[], None]) -> None:
@@ -313,7 +307,7 @@ class Iterations:
         try:
             action()
         except UserError:
-            self._ending.in_order()
+            self.ending.in_order()
             raise
 
     def _fail(self, loss: float, norm: float | None) -> None:
@@ -321,19 +315,19 @@ class Iterations:
         parts = self.parts
         at = self.progress.iteration
         parts.screen.stop()
-        self._engine.settle()
+        self.engine.settle()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        self._ending.in_order()
+        self.ending.in_order()
         self.state.end_update()
         damage = nonfinite.damage(parts.model, parts.weights)
         trained = leaves(parts.model.trainable_parameters())
         worth_saving = damage is None or all(is_finite(leaf) for _, leaf in trained)
         if worth_saving:
-            self._saving.save_last_update()
+            self.saving.save_last_update()
         if damage is not None:
             saved = f" What was trained is in {parts.outputs.state.parent}." if worth_saving else ""
             raise UserError(f"iteration {at:,}: {what}: {damage}{saved}")
-        cause = nonfinite.cause(parts.model, self._trained.loss, self._batches, self._watched, self._trained.passes)
+        cause = nonfinite.cause(parts.model, self.trained.loss, self._batches, self._watched, self.trained.passes)
         raise UserError(
             f"iteration {at:,}: {what}: {cause}. The update was not made; the state after iteration "
             f"{self.progress.iteration:,} is saved in {parts.outputs.state.parent}. Look at those lines, lower "

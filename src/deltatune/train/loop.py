@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -236,7 +236,9 @@ class Trainer:
             trained = dataclasses.replace(trained, figures=trained.figures + order.figures)
             self._announce(trained, chosen)
             model.train()
-            stack.enter_context(_wired())
+            # An Apple GPU keeps its memory wired. That of an NVIDIA GPU is its own, and MLX sets no limit there.
+            if size := backend.gpu_memory():
+                stack.callback(mx.set_wired_limit, mx.set_wired_limit(size))
             bounds = self._bounds
             freed_memory = FreedMemory(bounds.memory_limit, tight=bounds.tight)
             # A step by layers is computed when it returns, batches of sampled answers depend on the update before, and
@@ -378,18 +380,3 @@ def _check_examples(model: nn.Module, tokenizer: Any, config: TrainConfig, examp
     documents = [document for example in examples for document in example.documents]
     check_examples(model, tokenizer, documents)
     check_positions(model, config.max_seq_length, documents)
-
-
-@contextlib.contextmanager
-def _wired() -> Iterator[None]:
-    """Within the context, an Apple GPU keeps its memory wired; afterwards MLX's own limit is back."""
-    size = backend.gpu_memory()
-    if not size:
-        yield
-        return
-    # An NVIDIA GPU's memory is its own, and MLX sets no limit there.
-    before = mx.set_wired_limit(size)
-    try:
-        yield
-    finally:
-        mx.set_wired_limit(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from .saved.outputs import Outputs
 from .training_state import TrainingState
 
 
+@dataclass(eq=False)
 class Saving:
     """Saves and restores a run: its state in place, its metrics with each save, its report after it. Rank 0 writes.
 
@@ -30,21 +32,14 @@ class Saving:
     after which the state was last saved, -1 if it never was; `writing` says whether files are being written.
     """
 
-    def __init__(
-        self,
-        training: TrainingState,
-        outputs: Outputs,
-        reporting: Reporting,
-        world: World,
-        identity: dict[str, Any],
-        chosen: Rankings,
-    ):
-        self._training = training
-        self._outputs = outputs
-        self._reporting = reporting
-        self._world = world
-        self._identity = identity
-        self._chosen = chosen
+    training: TrainingState
+    outputs: Outputs
+    reporting: Reporting
+    world: World
+    identity: dict[str, Any]
+    chosen: Rankings
+
+    def __post_init__(self) -> None:
         self.saved = -1
         self.writing = False
         # Whether the state file that the next save replaces is undamaged.
@@ -56,21 +51,21 @@ class Saving:
         Every rank must call it, and raises a UserError if rank 0 could not write. A run that is `stopping` ends here
         before it is complete.
         """
-        progress = self._training.progress
+        progress = self.training.progress
         progress.finished = finished
-        window = self._training.window()
-        self._world.do_on_main(partial(self._write, window, stopping=stopping), "save")
+        window = self.training.window()
+        self.world.do_on_main(partial(self._write, window, stopping=stopping), "save")
         self.saved = progress.iteration
 
     def save_best(self, loss: float) -> None:
         """Write the weights once more, as the best so far; every rank must call it, as save()."""
-        at = self._training.progress.iteration
+        at = self.training.progress.iteration
 
         def save() -> None:
             with self._files():
-                self._outputs.save_best(at, loss)
+                self.outputs.save_best(at, loss)
 
-        self._world.do_on_main(save, "save the best weights")
+        self.world.do_on_main(save, "save the best weights")
 
     @contextmanager
     def _files(self) -> Iterator[None]:
@@ -85,15 +80,15 @@ class Saving:
 
         No rank waits for another. While an update is being made, a RuntimeError is raised.
         """
-        self._training.check_complete()
-        if self.saved == self._training.progress.iteration:
+        self.training.check_complete()
+        if self.saved == self.training.progress.iteration:
             # The file may hold the sums of an accumulation window, too, which the last update has not.
             return
-        sums = self._training.return_to_start()
-        self._reporting.cut(self._training.progress)
-        if self._world.main:
+        sums = self.training.return_to_start()
+        self.reporting.cut(self.training.progress)
+        if self.world.main:
             self._write(sums, stopping=True)
-        self.saved = self._training.progress.iteration
+        self.saved = self.training.progress.iteration
 
     def restore(self) -> list[str]:
         """Restore the run from its state file, or from the one before it if that is damaged; return lines to print.
@@ -101,46 +96,46 @@ class Saving:
         Every rank must call it, and all take the same file. Two damaged files, or one of another run, are a UserError.
         """
         path, lines = self._choose()
-        arrays, progress = state.load(path, self._identity)
+        arrays, progress = state.load(path, self.identity)
         threads = progress.blas_threads
         if threads and blas.use_threads(threads, "as in the run that is continued"):
             lines.append(f"BLAS: {blas.status().threads}.")
-        self._training.restore(arrays, progress, path)
+        self.training.restore(arrays, progress, path)
         self.saved = progress.iteration
-        self._chosen.continue_with(progress.implementations)
+        self.chosen.continue_with(progress.implementations)
         return lines
 
     def _choose(self) -> tuple[Path, list[str]]:
         """Return the state file to restore, undamaged on every rank, and lines that say why it is not the last one."""
-        last = self._outputs.state
+        last = self.outputs.state
         problems: list[str] = []
         for path in (last, state.previous_path(last)):
             problem = state.damage(path)
-            if not self._world.sum_numbers(float(problem is not None))[0]:
+            if not self.world.sum_numbers(float(problem is not None))[0]:
                 self._sound = path == last
                 return path, [f"{problem}: resuming from the state before it, {path}." for problem in problems]
             problems.append(problem or f"{path} is damaged or missing on another machine")
         raise UserError(
             f"--resume: {', and '.join(problems)}. Start anew without --resume; --resume-adapter-file continues from "
-            f"the adapters in {self._outputs.directory} as a new run."
+            f"the adapters in {self.outputs.directory} as a new run."
         )
 
     def _write(self, sums: dict[str, mx.array], *, stopping: bool) -> None:
-        progress = self._training.progress
+        progress = self.training.progress
         threads = blas.status().threads
         progress.blas_threads = threads.number if threads else 0
-        progress.ranks = self._world.size
-        progress.implementations = dict(self._chosen.names)
-        arrays = self._training.arrays() | sums
+        progress.ranks = self.world.size
+        progress.implementations = dict(self.chosen.names)
+        arrays = self.training.arrays() | sums
         with self._files():
-            self._outputs.save_weights(progress.iteration)
-            self._reporting.sync()
-            state.save(self._outputs.state, arrays, progress, self._identity, sound=self._sound)
+            self.outputs.save_weights(progress.iteration)
+            self.reporting.sync()
+            state.save(self.outputs.state, arrays, progress, self.identity, sound=self._sound)
         self._sound = True
         self.saved = progress.iteration
         if not progress.finished:
             text = "stopped" if stopping else "still training"
-            self._reporting.write(progress, text, running=not stopping)
+            self.reporting.write(progress, text, running=not stopping)
 
 
 @contextmanager

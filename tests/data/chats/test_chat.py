@@ -73,13 +73,6 @@ def test_the_last_turn_alone_counts_when_asked(tokenizer, tokenizers):
     assert counted(tokenizer, weighted, last_turn=True) == [["an answer<|im_end|>\n"]]
 
 
-def test_every_token_counts_when_asked(tokenizers):
-    for template in ("plain", "thinking"):
-        (example,) = rows_of(tokenizers(template), CONVERSATION, mask_prompt=False)
-        assert example.targets[1:].all()
-        assert example.tokens.tolist() == tokenizers(template).apply_chat_template(CONVERSATION)
-
-
 def test_weight_0_leaves_a_turn_out_and_changes_no_token(tokenizer, tokenizers):
     messages = [QUESTION, ANSWER | {"weight": 0}, FURTHER, SECOND | {"weight": 1}]
     assert counted(tokenizer, messages) == [["the second<|im_end|>\n"]]
@@ -88,53 +81,6 @@ def test_weight_0_leaves_a_turn_out_and_changes_no_token(tokenizer, tokenizers):
     assert counted(tokenizer, [QUESTION, ANSWER | {"weight": None}]) == [["an answer<|im_end|>\n"]]
     with pytest.raises(UserError, match=r'file:1: message 2: expected "weight" 0 or 1, got 0.5'):
         counted(tokenizer, [QUESTION, ANSWER | {"weight": 0.5}])
-
-
-def test_an_answer_without_reasoning_follows_the_prompt_without_thinking(tokenizers):
-    # The tokens of "<think>\n" are no prefix of those of "<think>\n\n</think>", whose line breaks are one token.
-    tokenizer = tokenizers("thinking")
-    prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template([QUESTION, ANSWER])
-    assert whole[: len(prompt)] != prompt
-    assert counted(tokenizer, [QUESTION, ANSWER]) == [["an answer<|im_end|>\n"]]
-
-
-def test_each_turn_of_a_rewritten_history_has_a_row_in_which_it_stands_as_generated(tokenizers):
-    tokenizer = tokenizers("thinking")
-    messages = [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND | THOUGHT]
-    assert counted(tokenizer, messages) == [
-        ["so\n</think>\n\nan answer<|im_end|>\n"],
-        ["so\n</think>\n\nthe second<|im_end|>\n"],
-    ]
-    for example, length in zip(rows_of(tokenizer, messages), (2, 4), strict=True):
-        assert example.tokens.tolist() == tokenizer.apply_chat_template(messages[:length])
-        prompt = tokenizer.apply_chat_template(messages[: length - 1], add_generation_prompt=True)
-        assert example.tokens[: len(prompt)].tolist() == prompt
-        assert not example.targets[: len(prompt)].any()
-        assert example.targets[len(prompt) :].all()
-        assert example.source == f"file:1 (messages 1 to {length})"
-
-
-def test_turns_that_stand_as_generated_share_a_row(tokenizers):
-    tokenizer, result = tokenizers("thinking"), {"role": "tool", "content": "42"}
-    messages = [QUESTION, ANSWER | THOUGHT, result, SECOND | THOUGHT, FURTHER, ANSWER | THOUGHT]
-    assert counted(tokenizer, messages) == [
-        ["so\n</think>\n\nan answer<|im_end|>\n", "so\n</think>\n\nthe second<|im_end|>\n"],
-        ["so\n</think>\n\nan answer<|im_end|>\n"],
-    ]
-    # A question at the end takes the reasoning from the only answer, which then has the one row.
-    assert counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER]) == [["so\n</think>\n\nan answer<|im_end|>\n"]]
-
-
-def test_a_turn_rewritten_after_an_unchanged_prompt(tokenizers, monkeypatch):
-    # Qwen3's template writes no thinking in the prompt; the last turn has a block, which it loses later.
-    tokenizer = tokenizers("thinking")
-    unopened = tokenizer.chat_template.replace("assistant\n<think>\n' }}", "assistant\n' }}")
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", unopened)
-    assert counted(tokenizer, [QUESTION, ANSWER | THOUGHT, FURTHER, SECOND]) == [
-        ["<think>\nso\n</think>\n\nan answer<|im_end|>\n"],
-        ["<think>\n\n</think>\n\nthe second<|im_end|>\n"],
-    ]
 
 
 def test_an_end_token_that_differs_within_a_conversation(tokenizers, monkeypatch):
@@ -171,11 +117,6 @@ def test_an_answer_that_merges_with_its_prompt_is_named(tokenizer):
 def test_an_answer_to_nothing_is_named(tokenizer):
     with pytest.raises(UserError, match="file:1: message 1: the conversation begins with an assistant turn"):
         counted(tokenizer, CONVERSATION[1:])
-
-
-def test_refusal_of_the_template_is_quoted(tokenizers):
-    with pytest.raises(UserError, match=r"file:1: the model's chat template, line 1, refuses.*roles must alternate"):
-        counted(tokenizers("strict"), [QUESTION, FURTHER])
 
 
 @pytest.mark.bad_input("a chat for a tokenizer without chat template")

@@ -39,6 +39,7 @@ CHAT = [
     {"role": "user", "content": "thanks"},
     {"role": "assistant", "content": "Gladly."},
 ]
+THOUGHT = {"reasoning_content": "a thought"}
 ROW = {"messages": CHAT, "tools": json.dumps([TOOL])}
 TEMPLATES = Path(__file__).parents[1] / "templates"
 EXPECTED = yaml.safe_load((TEMPLATES / "expected.yaml").read_text(encoding="utf-8"))
@@ -102,6 +103,18 @@ def test_the_last_turn_alone(tokenizer, folder, name):
     end = tokenizer.convert_tokens_to_ids(["<|user|>"] if name == "glm_4_5" else [])
     whole = tokenizer.apply_chat_template(meant(name), tools=[TOOL], enable_thinking=name != "qwen3_8")
     assert example.tokens.tolist() == whole + end
+
+
+@pytest.mark.parametrize("tokenizer", ["qwen3_8"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"chat_template_config": {"enable_thinking": False}}, {"mask_prompt": False}])
+def test_a_row_has_the_thinking_of_the_prompt_that_begins_it(tokenizer, folder, options):
+    """Qwen3.8's prompt with reasoning begins no answer without, and its system message differs."""
+    plain, reasoned = ([*CHAT[1:2], {"role": "assistant", "content": "Sun.", **more}] for more in ({}, THOUGHT))
+    examples = load_datasets(folder(train=[{"messages": plain}, {"messages": reasoned}], **options), tokenizer).train
+    texts = [tokenizer.decode(example.tokens) for example in examples]
+    assert ["Reasoning effort" in text for text in texts] == [False, True]
+    counted = [tokenizer.decode(example.tokens[example.targets]) for example in examples]
+    assert options.get("mask_prompt") is False or [text[:4] for text in counted] == ["Sun.", "a th"]
 
 
 @pytest.mark.parametrize(

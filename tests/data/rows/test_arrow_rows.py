@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import called
 from deltatune.data import load_datasets
 from deltatune.data.datasets import first_image
 from deltatune.data.rows.sources import as_written
@@ -225,25 +224,3 @@ def test_images_are_never_dropped(tmp_path, tokenizer):
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": asked(), "images": ["a.png"]}))
     with pytest.raises(UserError, match=r"train.jsonl:1: this row has images, and the model was loaded without its"):
         load_datasets(TrainConfig(data=str(tmp_path), batch_size=1), tokenizer)
-
-
-def test_images_behind_many_texts_are_in_the_batch(tmp_path, tiny_vision_checkpoint):
-    features = datasets.Features(
-        {
-            "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
-            "images": datasets.List(datasets.Image()),
-        }
-    )
-    texts = [{"messages": asked(), "images": []}] * TEXTS
-    images = [
-        {"messages": asked("<image>What?"), "images": [{"bytes": picture(10 * shade), "path": None}]}
-        for shade in range(3)
-    ]
-    folder = tmp_path / "data"
-    folder.mkdir()
-    datasets.Dataset.from_list(texts + images, features=features).to_parquet(str(folder / "train.parquet"))
-    model = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--batch-size", len(texts + images)]
-    done = called("train", "--show-batch", *model, "--data", folder)
-    assert done.returncode == 0, done.stderr
-    assert sum("<|vision_start|>" in line for line in done.stdout.splitlines()) == len(images)
-    assert "<image>" not in done.stdout

@@ -6,7 +6,7 @@ import pytest
 
 from deltatune.data import load_datasets
 from deltatune.data.chats.template_probes import MAPPING, TEXT, with_arguments
-from deltatune.data.rows.row_formats import Features, RowFormats, join_text_parts, tools_of
+from deltatune.data.rows.row_formats import Features, RowFormats, tools_of
 from deltatune.data.text import TextEncoder
 from deltatune.errors import UserError
 
@@ -84,18 +84,6 @@ def test_tools_may_be_json_in_a_string():
     assert tools_of({}, "file:1") is tools_of({"tools": None}, "file:1") is None
     with pytest.raises(UserError, match=r"file:1: 'tools': expected JSON, got str '\[111"):
         tools_of({"tools": f"[{'1' * 5000}]"}, "file:1")
-
-
-def test_parts_of_text_are_one_text(tokenizer):
-    parts = [{"type": "text", "text": "a ques"}, {"type": "text", "text": "tion", "image": None}]
-    rows = [
-        {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "an answer"}]}
-        for content in (parts, "a question")
-    ]
-    one, other = (TextEncoder(tokenizer, Features(), None)(row, "file:1")[0] for row in rows)
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert "{" not in tokenizer.decode(one.tokens)
-    assert join_text_parts(said(("tool", [])), "file:1") == said(("tool", ""))
 
 
 def test_the_formats_are_said_once(tokenizer, folder):

@@ -11,7 +11,6 @@ import datasets
 import huggingface_hub
 import pytest
 
-from console import called
 from deltatune.data import datasets as data_sets
 from deltatune.data import load_datasets
 from deltatune.data.rows.sources import hugging_face, jsonl
@@ -36,10 +35,7 @@ def lines(tmp_path, content: bytes):
 
 def test_lines_with_their_numbers(tmp_path):
     content = b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "\xc3\xbc \\ud83d\\ude00"}'
-    assert lines(tmp_path, content) == [
-        ("train.jsonl:1", {"text": "a"}),
-        ("train.jsonl:4", {"text": "ü 😀"}),
-    ]
+    assert lines(tmp_path, content) == [("train.jsonl:1", {"text": "a"}), ("train.jsonl:4", {"text": "ü 😀"})]
 
 
 @pytest.mark.parametrize(
@@ -240,14 +236,12 @@ def test_an_array_gives_the_tokens_of_the_same_lines(tokenizer, folder, tmp_path
         assert found[1].source == f"{tmp_path}/train.json row 2"
 
 
-def test_a_json_file_may_hold_lines(tokenizer, folder, tmp_path):
-    found = read(folder, tokenizer, "".join(json.dumps(row) + "\n" for row in TEXTS).encode())
-    assert found[1].source == f"{tmp_path}/train.json:2"
-
-
-def test_a_jsonl_file_may_hold_an_array(tokenizer, folder, tmp_path):
-    found = load_datasets(folder(train=json.dumps(TEXTS).encode()), tokenizer).train
-    assert found[1].source == f"{tmp_path}/train.jsonl row 2"
+def test_json_may_hold_lines_and_jsonl_an_array(tokenizer, folder, tmp_path):
+    lines = read(folder, tokenizer, "".join(json.dumps(row) + "\n" for row in TEXTS).encode())
+    assert lines[1].source == f"{tmp_path}/train.json:2"
+    (tmp_path / "train.json").unlink()
+    array = load_datasets(folder(train=json.dumps(TEXTS).encode()), tokenizer).train
+    assert array[1].source == f"{tmp_path}/train.jsonl row 2"
 
 
 @pytest.mark.bad_input("a data set of files that may not be read")
@@ -376,19 +370,14 @@ def test_other_encodings_are_named(tmp_path):
         hugging_face(str(tmp_path / "old.csv"))
 
 
-def test_labels_are_read_from_text(checkpoint, tmp_path):
+def test_labels_are_read_from_text(tokenizer, folder, tmp_path):
     rows = [{"prompt": "the fox", "completion": "jumps", "label": label} for label in ("True", "false", "1", "0")]
-    data = tmp_path / "data"
-    data.mkdir()
-    write(data / "train.csv", ";", rows)
-    asked = "train", "--model", checkpoint, "--data", data, "--max-seq-length", 64, "--loss", "kto", "--show-batch"
-    done = called(*asked)
-    assert done.returncode == 0, done.stderr
-    rows[0]["label"] = "maybe"
-    write(data / "train.csv", ";", rows)
-    done = called(*asked)
-    assert done.returncode == 2
-    assert "'label': expected true or false, got 'maybe'" in done.stderr
+    write(tmp_path / "train.csv", ";", rows)
+    train = load_datasets(folder(loss="kto"), tokenizer).train
+    assert [one.desirable for one in train] == [True, False, True, False]
+    write(tmp_path / "train.csv", ";", [rows[0] | {"label": "maybe"}, *rows])
+    with pytest.raises(UserError, match="'label': expected true or false, got 'maybe'"):
+        load_datasets(folder(loss="kto"), tokenizer)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Images are opened upright and on white, whatever their format; a damaged one gives one message that names it."""
 
 import io
-import json
 import random
 import struct
 import zlib
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from console import called
 from deltatune.data.rows.sources import load_hugging_face
 from deltatune.data.vision.images import image_file, open_image
 from deltatune.data.vision.videos import Video, VideoReader
@@ -205,34 +203,6 @@ def test_a_huge_image_is_refused_before_it_is_decoded():
     content[16:24] = struct.pack(">II", 60_000, 60_000)
     with pytest.raises(UserError, match="data:3: image in the data set: too large"):
         open_image(with_sums(bytes(content)), "data:3")
-
-
-def test_the_loss_of_transparent_and_turned_pictures_is_that_of_the_same_pictures_as_they_look(
-    tmp_path, tiny_vision_checkpoint
-):
-    checkpoint = tiny_vision_checkpoint("qwen3_5")
-    pixels = np.zeros((48, 48, 4), np.uint8)
-    pixels[8:16, 8:16, 3] = pixels[24:40, 28:36, 3] = 255
-    clear = Image.fromarray(pixels)
-    white = Image.new("RGB", clear.size, "white")
-    white.paste(clear, mask=clear.getchannel("A"))
-    plain = written(white, "PNG")
-    turned = written(white.transpose(Image.Transpose.ROTATE_90), "PNG", exif=rotated_with(WRONG["XResolution as text"]))
-    printed = []
-    for number, pictures in enumerate([(plain, plain), (written(clear, "PNG"), turned)]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        rows = []
-        for name, content in zip("ab", pictures, strict=True):
-            (folder / f"{name}.png").write_bytes(content)
-            asked = {"prompt": "What is in the tray?", "completion": "two black squares"}
-            rows.append(json.dumps(asked | {"image": f"{name}.png"}))
-        (folder / "test.jsonl").write_text("\n".join(rows))
-        done = called("eval", "--model", checkpoint, "--data", folder, "--batch-size", 2)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout.splitlines()[-1])
-    assert printed[0] == printed[1]
-    assert printed[0].startswith("Test")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

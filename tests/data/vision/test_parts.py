@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from console import called
 from deltatune.data import BatchOrder
 from deltatune.data.datasets import load_datasets
 from deltatune.data.rows.row_formats import Features, RowFormats, join_text_parts
@@ -165,15 +164,6 @@ def test_an_image_has_the_size_that_its_row_asks_for(write, read, folder):
     assert asked.tokens.tolist() == by_hand.tokens.tolist()
     batches = [next(BatchOrder([example], 1, 2048)).images.patches for example in (by_hand, asked)]
     np.testing.assert_array_equal(*batches)
-
-
-def test_the_case_of_a_limit_in_a_part(folder, write, tiny_vision_checkpoint):
-    Image.new("RGB", (240, 240)).save(folder / "a.png")
-    write(parts(image="a.png", max_pixels=1024))
-    model = ["--model", tiny_vision_checkpoint("qwen3_vl"), "--batch-size", 1]
-    done = called("train", "--show-batch", *model, "--data", folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("<|image_pad|>") == 4
 
 
 @pytest.mark.bad_input("a picture that gets another size while the run goes on")

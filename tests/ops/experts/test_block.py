@@ -6,8 +6,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from checkpointing import checkpoint
 from deltatune.machine import backend
-from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts.trial_case import EXACT, EXACT_ELEMENT, ROUNDINGS_ON_GPU

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from checkpointing import checkpoint
 from deltatune.machine import backend, nvidia
-from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.experts import Projection, expert_block, grouped
 from deltatune.ops.experts import block as block_module
 from deltatune.ops.experts import projection as projection_module

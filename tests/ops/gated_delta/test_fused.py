@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from checkpointing import checkpoint
 from deltatune.machine import backend
-from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import choice, gated_delta, gated_delta_chunk, gated_delta_naive
 from deltatune.ops.gated_delta.float64 import recurrence
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused

@@ -1,5 +1,6 @@
 """Linear layers with LoRA that read one input, by kernels on the host machine, against float64."""
 
+from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,29 +34,56 @@ def _gradients(x: np.ndarray, layers: list[list[np.ndarray]], dys: list[np.ndarr
     return results, gradients
 
 
-# The number of adapters and their rank: those that the kernels take together, and those that they take one by one.
-@pytest.mark.parametrize(("count", "rank"), [(1, 8), (3, 8), (2, 4), (3, 32)])
-def test_layers_and_their_gradients_against_float64(count, rank, on_gpu):
-    sizes = [64, 40, 16][:count]
-    shapes = [(2, 9, 32)]
-    for outputs in sizes:
-        shapes += [(outputs, 32), (32, rank), (rank, outputs), (2, 9, outputs)]
-    x, *rest = _drawn(*shapes)
-    matrices = [rest[4 * i : 4 * i + 3] for i in range(count)]
-    cotangents = [rest[4 * i + 3] for i in range(count)]
+PACKINGS = {
+    "affine": {"group_size": 32, "bits": 4, "mode": "affine"},
+    "affine, in slabs": {"group_size": 32, "bits": 8, "mode": "affine"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+}
+# The adapters' outputs and their rank: those that the kernels take together, and those that they take one by one. Of
+# packed layers the second is dense.
+CASES = [([64], 8, None), ([64, 40, 16], 8, None), ([64, 40], 4, None), ([64, 40, 16], 32, None)]
+CASES += [([40] * 3, 8, packing) for packing in PACKINGS]
+
+
+@pytest.mark.parametrize(("sizes", "rank", "packing"), CASES, ids=str)
+def test_layers_and_their_gradients_against_float64(sizes, rank, packing, on_gpu, monkeypatch):
+    """In slabs, a matrix is unpacked 16 rows at a time."""
+    if packing == "affine, in slabs":
+        monkeypatch.setitem(quantized_product.SLAB_BYTES, "cuda", 16 * 64 * 2)
+    count, options = len(sizes), PACKINGS.get(packing)
+    x, *rest = _drawn((2, 9, 64), *(shape for n in sizes for shape in ((n, 64), (64, rank), (rank, n), (2, 9, n))))
+    factors, cotangents = list(zip(rest[1::4], rest[2::4], strict=True)), rest[3::4]
+    kinds = [Quantization(True, **options) if packing and at != 1 else None for at in range(count)]
+    weights = [mx.quantize(w, **options) if kind else [w] for w, kind in zip(rest[::4], kinds, strict=True)]
+    dense = [mx.dequantize(*w, **options) if kind else w[0] for w, kind in zip(weights, kinds, strict=True)]
 
     def function(x: mx.array, *arrays: mx.array) -> list[mx.array]:
+        given = iter(arrays)
         return adapted_products(
-            x, [AdaptedMatrix(arrays[3 * i : 3 * i + 1], *arrays[3 * i + 1 : 3 * i + 3]) for i in range(count)], SCALE
+            x,
+            [
+                AdaptedMatrix(list(weight) if kind else [next(given)], next(given), next(given), kind)
+                for weight, kind in zip(weights, kinds, strict=True)
+            ],
+            SCALE,
         )
 
-    outputs, gradients = mx.vjp(function, [x, *(a for matrix in matrices for a in matrix)], cotangents)
+    # A packed weight has no gradient.
+    flat = [
+        array
+        for weight, pair, kind in zip(weights, factors, kinds, strict=True)
+        for array in ([] if kind else weight) + [*pair]
+    ]
+    outputs, gradients = mx.vjp(function, [x, *flat], cotangents)
     mx.eval(outputs, gradients)
     once = 1 if count == 1 or rank == 8 else count
-    launches = {"rows": once, "wide": count + once, "both": count, "columns": once}
-    assert {name: on_gpu.count(f"low_rank_{name}") for name in launches} == launches
-    layers = [list(map(as_float64, matrix)) for matrix in matrices]
+    assert Counter(on_gpu) == {
+        f"low_rank_{name}": times
+        for name, times in {"rows": once, "wide": count + once, "both": count, "columns": once}.items()
+    }
+    layers = [list(map(as_float64, (weight, *pair))) for weight, pair in zip(dense, factors, strict=True)]
     exact, expected = _gradients(as_float64(x), layers, list(map(as_float64, cotangents)))
+    expected = [gradient for at, gradient in enumerate(expected) if at % 3 != 1 or kinds[at // 3] is None]
     for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
         # Results are rounded to bf16 once for each product that is added to them.
         assert np.abs(as_float64(found) - right).max() <= (1 + 2 * count) * 2.0**-8 * np.abs(right).max()
@@ -80,44 +108,6 @@ def test_an_input_that_is_computed_again_gives_the_same_bits(on_gpu):
     assert len(computed) == 3
     for one, other in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
         assert mx.array_equal(one, other)
-
-
-PACKINGS = {
-    "affine": {"group_size": 32, "bits": 4, "mode": "affine"},
-    "affine, in slabs": {"group_size": 32, "bits": 8, "mode": "affine"},
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-}
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_packed_layers_and_their_gradients_against_float64(packing, on_gpu, monkeypatch):
-    """The second of three matrices is dense. In slabs, a matrix is unpacked 16 rows at a time."""
-    if "slabs" in packing:
-        monkeypatch.setitem(quantized_product.SLAB_BYTES, "cuda", 16 * 64 * 2)
-    options = PACKINGS[packing]
-    x, *rest = _drawn((2, 9, 64), *[(40, 64), (64, 8), (8, 40), (2, 9, 40)] * 3)
-    packed = [list(mx.quantize(rest[4 * i], **options)) for i in (0, 2)]
-    weights = [packed[0], [rest[4]], packed[1]]
-    dense = [mx.dequantize(*packed[0], **options), rest[4], mx.dequantize(*packed[1], **options)]
-    kinds = [Quantization(True, **options), None, Quantization(True, **options)]
-    factors, cotangents = [rest[4 * i + 1 : 4 * i + 3] for i in range(3)], rest[3::4]
-
-    def function(x: mx.array, weights: list[list[mx.array]], factors: list[list[mx.array]]) -> list[mx.array]:
-        zipped = zip(weights, factors, kinds, strict=True)
-        return adapted_products(x, [AdaptedMatrix(weight, *pair, kind) for weight, pair, kind in zipped], SCALE)
-
-    flat = [x, *(factor for pair in factors for factor in pair)]
-    outputs, gradients = mx.vjp(
-        lambda x, *flat: function(x, weights, [flat[2 * i : 2 * i + 2] for i in range(3)]), flat, cotangents
-    )
-    mx.eval(outputs, gradients)
-    assert sorted(on_gpu) == ["low_rank_both"] * 3 + ["low_rank_columns", "low_rank_rows"] + ["low_rank_wide"] * 4
-    layers = [list(map(as_float64, (weight, *pair))) for weight, pair in zip(dense, factors, strict=True)]
-    exact, expected = _gradients(as_float64(x), layers, list(map(as_float64, cotangents)))
-    # A packed weight has no gradient.
-    del expected[1::3]
-    for found, right in zip((*outputs, *gradients), (*exact, *expected), strict=True):
-        assert np.abs(as_float64(found) - right).max() <= 8 * 2.0**-8 * np.abs(right).max()
 
 
 def test_the_gradients_of_a_packed_layers_scales_are_those_of_mlx(on_gpu):

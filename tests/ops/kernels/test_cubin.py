@@ -16,7 +16,7 @@ import pytest
 from beside import load
 from deltatune.machine import nvidia
 from deltatune.ops.kernels import cubin, fatbin, launch, nvrtc
-from deltatune.ops.pointwise import swiglu
+from deltatune.ops.pointwise.silu import swiglu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is installed on Linux alone")
 PRETENDED = load(Path(__file__).with_name("pretended_gpu.py"))

@@ -8,8 +8,8 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
+from checkpointing import checkpoint
 from deltatune.machine import nvidia
-from deltatune.ops.checkpoint import checkpoint
 from deltatune.ops.gated_delta import fused_op, gated_delta_chunk, trial_case
 from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_of, tiling_on
 from deltatune.ops.gated_delta.fused_pieces import Cut, cut_of

@@ -26,18 +26,15 @@ from deltatune.ops.gated_delta.fused_op import gated_delta_fused, tiling_on
 from deltatune.ops.gated_delta.fused_passes import no_initial_state
 from deltatune.ops.gated_delta.tiling import choose_tiling
 from deltatune.ops.kernels.launch import Launch, on
-from deltatune.ops.pointwise import (
-    conv_silu,
-    gated_norm,
-    gates,
-    scored_swiglu,
-    swiglu,
-    times_gate,
-    turned_heads,
-)
+from deltatune.ops.pointwise import scored_swiglu
 from deltatune.ops.pointwise.adam import AdamStep
+from deltatune.ops.pointwise.conv import conv_silu
+from deltatune.ops.pointwise.gating import gates
+from deltatune.ops.pointwise.heads import times_gate, turned_heads
 from deltatune.ops.pointwise.joining import end_to_end
+from deltatune.ops.pointwise.norms import gated_norm
 from deltatune.ops.pointwise.rows import sum_rows, take_rows
+from deltatune.ops.pointwise.silu import swiglu
 from deltatune.ops.pointwise.squares import sum_of_squares
 from deltatune.ops.pointwise.stored_moments import EightBitStep
 from deltatune.ops.pointwise.unpacking import BITS, unpack

@@ -10,7 +10,8 @@ from host_machine import HostMachine, defects, plant, shows, some_daily
 from against_float64 import drawn, errors
 from deltatune.machine import backend
 from deltatune.ops.kernels.launch import header, on
-from deltatune.ops.pointwise import heads, times_gate, turned_heads
+from deltatune.ops.pointwise import heads
+from deltatune.ops.pointwise.heads import times_gate, turned_heads
 from deltatune.ops.pointwise.passes import BODIES
 from pass_definitions import reference_turned_heads
 

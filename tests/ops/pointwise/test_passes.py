@@ -14,22 +14,13 @@ from deltatune.ops import recomputation
 from deltatune.ops.kernels.launch import Launch, on
 from deltatune.ops.operator import kernel_operator
 from deltatune.ops.operator.measure import relative_error
-from deltatune.ops.pointwise import (
-    conv,
-    conv_heads,
-    conv_silu,
-    gated_norm,
-    gates,
-    gating,
-    heads,
-    norms,
-    silu,
-    swiglu,
-    times_gate,
-    turned_heads,
-)
-from deltatune.ops.pointwise.conv import NormedHeads
+from deltatune.ops.pointwise import conv, gating, heads, norms, silu
+from deltatune.ops.pointwise.conv import NormedHeads, conv_heads, conv_silu
+from deltatune.ops.pointwise.gating import gates
+from deltatune.ops.pointwise.heads import times_gate, turned_heads
+from deltatune.ops.pointwise.norms import gated_norm
 from deltatune.ops.pointwise.passes import Passes
+from deltatune.ops.pointwise.silu import swiglu
 from deltatune.ops.pointwise.weighted_norms import branch_norm, sum_norm, weighted_norm
 from pass_definitions import inverse_rms, reference_conv, reference_gates, reference_heads, reference_turned_heads
 from two_dtypes import in_two_dtypes

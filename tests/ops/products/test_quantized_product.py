@@ -227,6 +227,19 @@ def test_a_matrix_that_is_kept_is_rounded_to_the_dtype_of_the_product(monkeypatc
     assert relative_error(outputs[1], exactly) < 1e-2
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_matrix_that_is_large_for_the_gpu_is_unpacked_in_slabs_each_time(whole, monkeypatch):
+    head, x, calls = Head(PACKINGS["affine4"], mx.bfloat16), drawn(True)[0], []
+    size = 2 * INPUTS * OUTPUTS
+    monkeypatch.setattr(backend, "device", lambda: "cuda")
+    monkeypatch.setattr(backend, "gpu_memory", lambda: 32 * size - int(not whole))
+    monkeypatch.setattr(quantized_product, "unpacked", lambda *a, **b: calls.append(a) or unpacked(*a, **b))
+    with quantized_product.unpacked_once(head):
+        first, second = head(x.astype(mx.bfloat16)), head(x.astype(mx.bfloat16))
+    assert len(calls) == (1 if whole else 2)
+    assert mx.array_equal(first, second)
+
+
 def test_a_matrix_with_trained_scales_is_not_kept(monkeypatch):
     head, calls = Head(PACKINGS["affine4"]), []
     head.unfreeze(keys=["scales"])

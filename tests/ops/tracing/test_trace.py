@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 
 import deltatune
-from deltatune.ops.checkpoint import checkpoint
+from checkpointing import checkpoint
 from deltatune.ops.tracing import dispatch, trace
 from deltatune.ops.tracing.known import Known
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
 from deltatune.selftest.parity import seeded
-from deltatune.selftest.parity.families import Config, Family, Weights
+from deltatune.selftest.parity.families import Config, Weights
 
 from . import ahead, theirs
 from .ahead import CASES, AheadCase
@@ -121,9 +121,6 @@ class AheadComparison(Comparison):
     """The head, beside its model or alone."""
 
     folder, cases, ours = "ahead/", CASES, staticmethod(ahead.run)
-
-    def family(self, case: AheadCase) -> Family:
-        return case.model.family
 
     def layout(self, case: AheadCase) -> tuple[Config, dict[str, tuple[int, ...]]]:
         config, shapes = super().layout(case)

@@ -6,7 +6,7 @@ import torch
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 from deltatune.selftest.parity import seeded
-from deltatune.selftest.parity.families import Family, Weights
+from deltatune.selftest.parity.families import Weights
 
 from . import distilled
 from .distilled import CASES, DistilledCase
@@ -17,9 +17,6 @@ class DistilledComparison(Comparison):
     """Distillation, with TRL's loss."""
 
     folder, cases, packages, ours = "distilled/", CASES, (*PACKAGES, "trl"), staticmethod(distilled.run)
-
-    def family(self, case: DistilledCase) -> Family:
-        return case.model.family
 
     def loss(self, case: DistilledCase, model: torch.nn.Module, start: Reference) -> Callable[[int], torch.Tensor]:
         shapes = {name: value.shape for name, value in start.weights.items()}

@@ -13,7 +13,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTraine
 from trl.trainer.utils import add_fused_lm_head
 
 from deltatune.selftest.parity.cases import STEPS
-from deltatune.selftest.parity.families import Family, Weights
+from deltatune.selftest.parity.families import Weights
 from deltatune.selftest.parity.seeded import PAD
 
 from . import pairs_ours
@@ -122,9 +122,6 @@ class PairComparison(Comparison):
     """Preferences, with TRL's loss."""
 
     folder, cases, packages, ours = "pairs/", CASES, (*PACKAGES, "trl"), staticmethod(pairs_ours.run)
-
-    def family(self, case: PairCase) -> Family:
-        return case.model.family
 
     def loss(self, case: PairCase, model: torch.nn.Module, start: Reference) -> Callable[[int], torch.Tensor]:
         model.train()

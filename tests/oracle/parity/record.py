@@ -68,8 +68,8 @@ class Comparison:
     ours: Callable[..., ParityRun] = staticmethod(ours.run)
 
     def family(self, case: Any) -> Any:
-        """The owner of a case's drawn weights and learning rate."""
-        return case.family
+        """The owner of the drawn weights and the learning rate of a case, or of its model."""
+        return getattr(case, "model", case).family
 
     def layout(self, case: Any) -> tuple[Config, dict[str, tuple[int, ...]]]:
         family = self.family(case)

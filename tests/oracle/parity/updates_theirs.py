@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from deltatune.selftest.parity.cases import BETAS, EPS, STEPS, WEIGHT_DECAY, ParityRun, initial_adapters
+from deltatune.selftest.parity.cases import ParityRun, initial_adapters
 from deltatune.selftest.parity.recording import Difference
 
 from . import theirs, updates
@@ -50,27 +50,18 @@ class _Recorded(GRPOTrainer):
 
 def train(case: Case, model: torch.nn.Module, parameters: theirs.Parameters) -> ParityRun:
     """The recipe with TRL's loss; `parameters` are trained in place."""
-    model.train()
-    optimizer = torch.optim.AdamW(
-        parameters.values(), lr=MODEL.family.learning_rate, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
-    )
     trainer = _Recorded(case, model)
-    losses = []
-    gradients: Any = {}
-    passes = case.config.num_iterations
-    inputs: Any = None
-    for step in range(STEPS):
-        if step % passes == 0:
+    sampled: dict[str, Any] = {}
+
+    def loss_of(step: int) -> torch.Tensor:
+        if step % case.config.num_iterations == 0:
             with torch.no_grad():
-                inputs = trainer._generate_and_score_completions([{"prompt": ""} for _ in range(updates.ANSWERS)])
-        loss = trainer._compute_loss(model, inputs)
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            gradients = theirs.copied({key: parameter.grad for key, parameter in parameters.items()})
-        optimizer.step()
-        losses.append(loss.item())
-    return ParityRun(losses, gradients, theirs.copied(parameters))
+                sampled.update(
+                    trainer._generate_and_score_completions([{"prompt": ""} for _ in range(updates.ANSWERS)])
+                )
+        return trainer._compute_loss(model, sampled)
+
+    return theirs.train(loss_of, model, parameters, MODEL.family.learning_rate)
 
 
 def compare(case: Case) -> tuple[Difference, Reference]:

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -184,20 +183,6 @@ def test_every_transform_says_that_a_gradient_is_taken(tiny_model):
     whole_rows.reset()
     assert mx.grad.__name__ == "grad"
     assert type(mx.grad) is type(mx.vmap)
-
-
-def test_a_module_that_holds_mlxs_function_by_value_is_reached():
-    holder = ModuleType("holder_of_attention")
-    holder.attention = upstream = mx.fast.scaled_dot_product_attention
-    sys.modules["holder_of_attention"] = holder
-    try:
-        with patched() as report:
-            (applied,) = [each for each in report.applied if each.patch.name == "fast.scaled_dot_product_attention"]
-            assert applied.holders == ("holder_of_attention", "mlx.core.fast")
-            assert holder.attention is mx.fast.scaled_dot_product_attention is not upstream
-        assert holder.attention is mx.fast.scaled_dot_product_attention is upstream
-    finally:
-        del sys.modules["holder_of_attention"]
 
 
 def test_mlxs_own_may_be_forced(tiny_model, monkeypatch):

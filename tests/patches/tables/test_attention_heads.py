@@ -26,14 +26,9 @@ CALLS = load(Path(__file__).with_name("layer_calls.py"))
 HEADS, GROUPS, WIDTH, ROTARY, LENGTH = 4, 2, 32, 16, 9
 TURNED = {"turned heads and gates", "turned heads", "times gate"}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-# What attention is given, and the kernels that serve it.
-ROPES = {
-    "the default": ({"type": "default", "mrope_section": [3, 3, 2]}, TURNED),
-    "sections": ({"type": "mrope", "mrope_section": [3, 3, 2]}, TURNED),
-    "none stated": (None, TURNED),
-    "stretched positions": ({"type": "linear", "factor": 2.0}, set()),
-    "yarn": (YARN, set()),
-}
+# The positions that the kernels turn by, and others.
+TURNING = [{"type": "default", "mrope_section": [3, 3, 2]}, {"type": "mrope", "mrope_section": [3, 3, 2]}, None]
+ROPES = [*((scaling, TURNED) for scaling in TURNING), ({"type": "linear", "factor": 2.0}, set()), (YARN, set())]
 
 
 @pytest.fixture
@@ -70,24 +65,23 @@ def assert_close(found, wanted):
         assert np.abs(np.array(found[name] - exact)).max() < 1e-5 * np.abs(np.array(exact)).max(), name
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_it_agrees_with_upstream(rope, served):
-    scaling, kernels = ROPES[rope]
-    layer = attention(scaling)
-    wanted = results(layer)
+def check(served, kernels, layer, mask="causal"):
+    """The layer agrees with upstream's, by these kernels."""
+    wanted = results(layer, mask)
     with patched():
-        found = results(layer)
+        found = results(layer, mask)
     assert kinds(served) == kernels
     assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(("scaling", "kernels"), ROPES)
+def test_it_agrees_with_upstream(scaling, kernels, served):
+    check(served, kernels, attention(scaling))
+
+
 def test_positions_run_on_through_packed_documents(served):
-    layer, owner = attention(), mx.array([0] * 4 + [1] * (LENGTH - 4))
-    mask = create_causal_mask(LENGTH) & (owner[:, None] == owner)
-    wanted = results(layer, mask)
-    with patched():
-        assert_close(results(layer, mask), wanted)
-    assert kinds(served) == TURNED
+    owner = mx.array([0] * 4 + [1] * (LENGTH - 4))
+    check(served, TURNED, attention(), create_causal_mask(LENGTH) & (owner[:, None] == owner))
 
 
 class _OtherNorm(nn.RMSNorm):
@@ -116,12 +110,7 @@ def changed(layer, what):
     ],
 )
 def test_attention_beyond_the_kernels_stays_with_mlx(what, kernels, served):
-    layer = changed(attention(), what)
-    wanted = results(layer)
-    with patched():
-        found = results(layer)
-    assert kinds(served) == kernels
-    assert_close(found, wanted)
+    check(served, kernels, changed(attention(), what))
 
 
 def test_kernels_that_are_refused_or_too_small_do_not_serve(served, monkeypatch):

@@ -18,6 +18,7 @@ from deltatune.ops.tracing import trace
 from deltatune.patches import patched
 from deltatune.patches.tables import mlx_lm, pointwise
 from deltatune.patches.whole_rows import PROMPT_TOKENS, whole_rows
+from families import FAMILIES
 from last_place import parameters_one_unit_off
 from model_gradients import losses
 
@@ -218,18 +219,13 @@ AROUND_ATTENTION = ("turned heads and gates", "turned heads", "times gate")
 NAMES = ("gated norm", *CONVS, "gates", "swiglu", *AROUND_ATTENTION)
 # These families convolve queries, keys and values together, and norm them in the same pass.
 TOGETHER = ("qwen3_5", "qwen3_next")
+LAYERS = {"kda_layers": [1], "full_attn_layers": [2], "head_dim": 16}
 # Two layers: one mixes tokens by the recurrence, and one by attention.
 SIZES = {
     "qwen3_5": {"linear_value_head_dim": 16, "num_hidden_layers": 2, "full_attention_interval": 2},
     "kimi_linear": {
         "num_hidden_layers": 2,
-        "linear_attn_config": {
-            "kda_layers": [1],
-            "full_attn_layers": [2],
-            "num_heads": 2,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
-        },
+        "linear_attn_config": FAMILIES["kimi_linear"]["linear_attn_config"] | LAYERS,
     },
 }
 # The kernels that each family uses besides that of its convolution.

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -23,11 +24,12 @@ from deltatune.plan import placement
 from deltatune.plan.device_limits import DeviceLimits
 from deltatune.plan.placement import TooLittleMemoryError
 from deltatune.train.by_layer import layer_step, store
-from deltatune.train.by_layer.layer_inputs import INPUTS
+from deltatune.train.by_layer.layer_inputs import INPUTS, InputsOnHost
 from deltatune.train.by_layer.store import Store
 from deltatune.train.ending.interrupt import StoppedError
 from deltatune.train.saving import Saving
 from killed_runs import adapters, result
+from layer_runs import PlainRoom
 
 pytestmark = pytest.mark.usefixtures("kept_forecasts")
 
@@ -189,13 +191,13 @@ def test_an_nvidia_gpu_keeps_little_that_was_freed(config, least, whole, tmp_pat
     """The driver counts MLX's cache of freed memory as taken: that of planning and reading, and that of steps."""
     limits, events, plain, own = [], [], mx.set_cache_limit, mx.set_cache_limit(2**40)
     mx.set_cache_limit(own)
-    gpu = SimpleNamespace(launches_ahead=lambda: False, has_own_memory=lambda: True)
+    give_back = partial(events.append, "cleared")
+    gpu = SimpleNamespace(launches_ahead=lambda: False, has_own_memory=lambda: True, give_back=give_back)
     monkeypatch.setattr(store, "backend", gpu)
     monkeypatch.setattr(layer_step, "backend", gpu)
     monkeypatch.setattr(store.host_memory, "stay", lambda _: True)
     monkeypatch.setattr(placement, "fits_on_host", lambda _: True)
     monkeypatch.setattr(mx, "set_cache_limit", lambda limit: limits.append(limit) or plain(limit))
-    monkeypatch.setattr(mx, "clear_cache", lambda: events.append("cleared"))
     placed = Store.place
     monkeypatch.setattr(Store, "place", lambda *given, **options: placed(*given, **options) or events.append("placed"))
     train(in_folder(config, tmp_path / "bounded", memory=least(config) + 1_000_000))
@@ -299,6 +301,7 @@ def test_inputs_of_layers_stay_beside_weights_on_the_host(
 
     plain = mx.save_safetensors
     monkeypatch.setattr(placement, "fits_on_host", fits)
+    monkeypatch.setattr(placement, "InputsOnHost", partial(InputsOnHost, room=PlainRoom))
     monkeypatch.setattr(mx, "save_safetensors", lambda file, *content: written.append(file) or plain(file, *content))
     train(in_folder(config, tmp_path / "out", memory=memory))
     assert len(asked) == 2

@@ -5,37 +5,13 @@ import shutil
 from types import SimpleNamespace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from deltatune.machine import nvidia
-from deltatune.machine.host_memory import as_numpy
 from deltatune.ops.kernels import pinned_copies
 from deltatune.train.by_layer import layer_inputs
 from deltatune.train.by_layer.layer_inputs import DiskTime, InputsOnDisk, InputsOnHost, LostInputsError
-from layer_runs import LENGTH, ROWS, assert_same_bits, batch, by_layers, loaded, options, whole
-
-
-class PlainRoom:
-    """Stands in for page-locked memory for one array of `size` bytes."""
-
-    def __init__(self, size):
-        self.size = size
-        self._bytes = np.empty(size, np.uint8)
-        self._kind = (), mx.float32
-
-    def write(self, x):
-        self._kind = x.shape, x.dtype
-        self._bytes[: x.nbytes] = as_numpy(x.reshape(-1).view(mx.uint8))
-        return mx.array(0)
-
-    def read(self):
-        shape, dtype = self._kind
-        size = int(np.prod(shape)) * dtype.size
-        return mx.array(self._bytes[:size]).view(dtype).reshape(shape)
-
-    def free(self):
-        self._bytes = np.empty(0, np.uint8)
+from layer_runs import LENGTH, ROWS, PlainRoom, assert_same_bits, batch, by_layers, loaded, options, whole
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_a_stopped_run_continues_with_the_same_bits(changes, distilling, run_wit
 
     def stop(iterations, _batch):
         if iterations.progress.iteration == 2:
-            iterations._ending.stop.asked = True
+            iterations.ending.stop.asked = True
 
     with pytest.raises(StoppedError, match="after iteration 3"):
         run_with(distilling(**changes), stop)

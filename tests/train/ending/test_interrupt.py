@@ -32,7 +32,7 @@ plain = Ending.waiting
 @contextmanager
 def waiting(self):
     with plain(self):
-        if self._saving._training.progress.iteration + 1 == slow:
+        if self._saving.training.progress.iteration + 1 == slow:
             x = mx.ones((1000, 1000))
             for _ in range(products):
                 x = (x @ x) * 1e-3

@@ -148,7 +148,7 @@ def test_the_report_of_a_run_follows_it_and_says_how_it_stopped(make_trainer, ru
 
     def follow(iterations, _):
         pages.append(report.read_text(encoding="utf-8"))
-        iterations._ending.stop.asked = "still training" in pages[-1]
+        iterations.ending.stop.asked = "still training" in pages[-1]
         assert len(pages) < 1000
 
     with pytest.raises(StoppedError):
@@ -264,12 +264,6 @@ DAMAGED = {
     "no JSON": b"hello",
     "no object": b"[1, 2]",
     "no iteration": b'{"train_loss": 1.0}',
-    "text for a number": b'{"iteration": 5, "train_loss": "low"}',
-    "samples that are no list": b'{"iteration": 5, "samples": 7}',
-    "samples without an answer": b'{"iteration": 5, "samples": [{"prompt": "x"}]}',
-    "infinite": b'{"iteration": 5, "train_loss": Infinity}',
-    "huge": b'{"iteration": 5, "train_loss": 1e308}',
-    "nested": b"[" * 100_000,
     "long number": b'{"iteration": ' + b"9" * 10_000 + b"}",
 }
 

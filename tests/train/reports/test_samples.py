@@ -74,7 +74,7 @@ def test_a_stopped_run_has_the_samples_of_one_that_was_not(make_trainer, run_wit
 
     def stopping(ended):
         if trainer.progress.iteration == 1:
-            runs[0]._ending.stop.asked = True
+            runs[0].ending.stop.asked = True
         return answer(ended)
 
     samples.answers = stopping

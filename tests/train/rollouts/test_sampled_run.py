@@ -13,6 +13,7 @@ from deltatune.options.config import LoraConfig, TrainConfig
 from deltatune.train import Trainer
 from deltatune.train.ending.early_end import Ending
 from deltatune.train.ending.interrupt import StoppedError
+from deltatune.train.freed_memory import FreedMemory
 from deltatune.train.rollouts.rollout_order import RolloutOrder, Rollouts
 from deltatune.train.setup import ready
 from killed_runs import same
@@ -146,8 +147,10 @@ def test_each_report_shows_the_best_the_middle_and_the_worst_answer(trainer_of, 
     assert "metrics.jsonl has all of them" in report
 
 
-def test_an_evaluation_samples_with_the_same_rewards(trainer_of, tmp_path, capsys, rows):
+def test_an_evaluation_samples_with_the_same_rewards(trainer_of, tmp_path, capsys, rows, monkeypatch):
     """Its randomness is its own: it changes no bit of training, and it is the same in each evaluation."""
+    phases: list[str] = []
+    monkeypatch.setattr(FreedMemory, "begin", lambda _, phase: phases.append(phase))
     lines = rows.read_text().splitlines(keepends=True)
     for split, part in (("train", lines), ("valid", lines[:5]), ("test", lines[:3])):
         (tmp_path / "data").mkdir(exist_ok=True)
@@ -158,6 +161,7 @@ def test_an_evaluation_samples_with_the_same_rewards(trainer_of, tmp_path, capsy
     trainer_of(rewards=rewards, data=str(tmp_path / "data"), **options).run()
     evaluations = [record for record in records(tmp_path / "out") if "val_loss" in record]
     assert [record["iteration"] for record in evaluations] == [0, 1, 2]
+    assert phases == ["sampling", "training"] * 2 + ["evaluation", "sampling", "training"] * 2 + ["evaluation"]
     # Five prompts in batches of two, with four answers each.
     assert sorted(len(call[1]) for call in rewards.calls[:3]) == [4, 8, 8]
     totals = [rewards.weights @ Letters()(*call, lambda: None) for call in rewards.calls[:3]]
@@ -240,7 +244,7 @@ def test_a_stopped_run_continues_with_the_same_bits(options, trainer_of, tmp_pat
 
     def stop(iterations: Any, _batch: Any) -> None:
         if iterations.progress.iteration == 2:
-            iterations._ending.stop.asked = True
+            iterations.ending.stop.asked = True
 
     trainer = trainer_of("stopped", stopped, **options)
     with pytest.raises(StoppedError):

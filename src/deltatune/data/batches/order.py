@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ Row = tuple[int, ...]
 _DIGEST = "training data"
 
 
+@dataclass(eq=False)
 class BatchOrder:
     """An endless iterator of batches, one epoch after the other.
 
@@ -50,47 +51,41 @@ class BatchOrder:
         ValueError: An example has more than `max_seq_length` positions.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Example | Preference],
-        batch_size: int,
-        max_seq_length: int,
-        *,
-        seed: int = 0,
-        packed: bool = False,
-        rank: int = 0,
-        world: int = 1,
-    ):
-        if batch_size < 1 or batch_size % world:
+    examples: Sequence[Example | Preference]
+    batch_size: int
+    max_seq_length: int
+    _: KW_ONLY
+    seed: int = 0
+    packed: bool = False
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.batch_size % self.world:
             raise UserError(
-                f"batch_size {batch_size}: expected a multiple of the number of workers, {world}, since each takes its "
-                f"own rows; use {max(world, batch_size // world * world)}."
+                f"batch_size {self.batch_size}: expected a multiple of the number of workers, {self.world}, since each "
+                f"takes its own rows; use {max(self.world, self.batch_size // self.world * self.world)}."
             )
-        if not examples:
+        if not self.examples:
             raise UserError("no examples: there is nothing to make batches from; give training data.")
-        self._examples = examples
-        self._batch_size = batch_size
-        self._seed = seed
-        self._packed = packed
-        self._max_seq_length = max_seq_length
-        self._rank = rank
-        self._world = world
-        self._preferences = [example for example in examples if isinstance(example, Preference)]
-        documents = (document for example in examples for document in example.documents)
+        self._preferences = [example for example in self.examples if isinstance(example, Preference)]
+        documents = (document for example in self.examples for document in example.documents)
         # A rank needs the numbers even if its share of a batch is blank.
         self.vision = next((document.pictures.spec for document in documents if document.pictures is not None), None)
-        needed_by = sum if packed else max
-        positions = [needed_by(document.positions for document in example.documents) for example in examples]
-        self._rows: list[Row] = pack(positions, max_seq_length) if packed else [(i,) for i in range(len(examples))]
+        needed_by = sum if self.packed else max
+        positions = [needed_by(document.positions for document in example.documents) for example in self.examples]
+        self._rows: list[Row] = [(i,) for i in range(len(positions))]
+        if self.packed:
+            self._rows = pack(positions, self.max_seq_length)
         if self._preferences:
             self._rows = [row[at : at + SLOTS] for row in self._rows for at in range(0, len(row), SLOTS)]
         self.slots = max(map(len, self._rows))
         needed = [sum(positions[number] for number in row) for row in self._rows]
-        buckets = bucket_widths(max_seq_length)
+        buckets = bucket_widths(self.max_seq_length)
         if max(needed) > buckets[-1]:
-            longest = max(examples, key=lambda example: example.positions)
+            longest = max(self.examples, key=lambda example: example.positions)
             raise ValueError(
-                f"{longest.source}: {longest.positions:,} positions, max_seq_length is {max_seq_length:,}."
+                f"{longest.source}: {longest.positions:,} positions, max_seq_length is {self.max_seq_length:,}."
             )
         self._widths = np.array([buckets[bisect_left(buckets, size)] for size in needed])
         self._digest: str | None = None
@@ -105,7 +100,7 @@ class BatchOrder:
 
     @property
     def batches_per_epoch(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
+        return -(-len(self._rows) // self.batch_size)
 
     @property
     def widths(self) -> list[int]:
@@ -129,10 +124,8 @@ class BatchOrder:
 
     def _documents(self, rows: list[int]) -> list[Example]:
         """Return this rank's documents of the rows of a batch."""
-        share = rows[self._rank :: self._world]
-        return [
-            document for row in share for number in self._rows[row] for document in self._examples[number].documents
-        ]
+        share = rows[self.rank :: self.world]
+        return [document for row in share for number in self._rows[row] for document in self.examples[number].documents]
 
     def _next_rows(self) -> list[int]:
         if self._step >= len(self._plan):
@@ -172,11 +165,11 @@ class BatchOrder:
     def _identity(self) -> dict[str, Any]:
         """Return the options and the digest of the data on which the order depends."""
         return {
-            "seed": self._seed,
-            "batch_size": self._batch_size,
-            "max_seq_length": self._max_seq_length,
-            "pack": self._packed,
-            "examples": len(self._examples),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "max_seq_length": self.max_seq_length,
+            "pack": self.packed,
+            "examples": len(self.examples),
             _DIGEST: self.digest,
         }
 
@@ -185,7 +178,7 @@ class BatchOrder:
         """A digest of the examples."""
         if self._digest is None:
             digest = hashlib.blake2b(digest_size=16)
-            for example in (document for example_row in self._examples for document in example_row.documents):
+            for example in (document for example_row in self.examples for document in example_row.documents):
                 digest.update(example.positions.to_bytes(8, "little"))
                 digest.update(example.tokens.tobytes())
                 digest.update(example.targets.tobytes())
@@ -198,12 +191,12 @@ class BatchOrder:
 
     def _epoch_plan(self, epoch: int) -> list[list[int]]:
         """Return the row numbers of each batch of the epoch; one batch may be incomplete."""
-        random = np.random.default_rng([self._seed % 2**64, epoch])
+        random = np.random.default_rng([self.seed % 2**64, epoch])
         order = random.permutation(len(self._rows))
         order = order[np.argsort(self._widths[order], kind="stable")]
-        first = len(order) % self._batch_size
-        cuts = range(first, len(order), self._batch_size)
-        batches = [order[cut : cut + self._batch_size].tolist() for cut in cuts]
+        first = len(order) % self.batch_size
+        cuts = range(first, len(order), self.batch_size)
+        batches = [order[cut : cut + self.batch_size].tolist() for cut in cuts]
         if first:
             batches.append(order[:first].tolist())
         return [batches[index] for index in random.permutation(len(batches))]
@@ -211,16 +204,16 @@ class BatchOrder:
     def _batch(self, rows: list[int]) -> Batch:
         """Build the batch of these rows, of which this rank takes its share."""
         width = int(self._widths[rows].max())
-        filled: list[Row] = [self._rows[row] for row in rows] + [()] * (self._batch_size - len(rows))
-        share = filled[self._rank :: self._world]
+        filled: list[Row] = [self._rows[row] for row in rows] + [()] * (self.batch_size - len(rows))
+        share = filled[self.rank :: self.world]
         if not self._preferences:
-            rows_of_one = [[self._examples[number] for number in row] for row in share]
+            rows_of_one = [[self.examples[number] for number in row] for row in share]
             return self._collated(rows_of_one, width)  # type: ignore[arg-type]
-        documents, preferences = lay_out(share, self._preferences, self.slots, width, packed=self._packed)
+        documents, preferences = lay_out(share, self._preferences, self.slots, width, packed=self.packed)
         return replace(self._collated(documents, width), preferences=preferences)
 
     def _collated(self, rows: Sequence[Sequence[Example]], width: int) -> Batch:
-        return collate(rows, width, packed=self._packed, vision=self.vision)
+        return collate(rows, width, packed=self.packed, vision=self.vision)
 
 
 class AnsweredOrder(BatchOrder):
@@ -228,29 +221,29 @@ class AnsweredOrder(BatchOrder):
 
     def __init__(self, *of_order: Any, answer: int, **options: Any):
         super().__init__(*of_order, **options)
-        documents = (document for example in self._examples for document in example.documents)
+        documents = (document for example in self.examples for document in example.documents)
         prompt = max(len(document.prompt.tokens) for document in documents)
-        self._longest = self._bucket(min(prompt + answer - 1, self._max_seq_length))
+        self._longest = self._bucket(min(prompt + answer - 1, self.max_seq_length))
 
     @property
     def widths(self) -> list[int]:
         # Documents with other answers fill packed rows otherwise.
-        return sorted({*super().widths, self._max_seq_length if self._packed else self._longest})
+        return sorted({*super().widths, self.max_seq_length if self.packed else self._longest})
 
     @property
     def longest(self) -> int:
         return self._longest
 
     def _bucket(self, positions: int) -> int:
-        buckets = bucket_widths(self._max_seq_length)
+        buckets = bucket_widths(self.max_seq_length)
         return buckets[bisect_left(buckets, positions)]
 
     def batch_of(self, documents: Sequence[Example]) -> Batch:
         """Build this rank's batch from other documents; the last ones are left out where packed rows lack room."""
-        rows = self._batch_size // self._world
-        width = self._max_seq_length
+        rows = self.batch_size // self.world
+        width = self.max_seq_length
         shared: list[Row] = [(at,) for at in range(len(documents))]
-        if self._packed:
+        if self.packed:
             positions = [document.positions for document in documents]
             counts = range(len(documents) + 1)
             fitting = bisect_right(counts, rows, key=lambda count: len(pack(positions[:count], width))) - 1

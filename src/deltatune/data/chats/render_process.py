@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
@@ -96,26 +97,22 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+@dataclass(eq=False)
 class Template:
     """Writes conversations with the chat template, or the code, of a tokenizer of transformers.
 
     `thinking` are the tags around the reasoning of its answers. Code is no template and runs without limits, None.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        options: dict[str, Any],
-        marks: Marks,
-        thinking: Sequence[str] = (),
-        limits: RenderLimits | None = None,
-    ):
-        self._tokenizer = tokenizer
-        self._options = options
-        self._marks = marks
-        self._limits = limits
-        self._ends = TurnEnds(self._write, marks.ends, marks.specials, marks.end)
-        self._unwritten = UnwrittenParts(thinking)
+    tokenizer: Any
+    options: dict[str, Any]
+    marks: Marks
+    thinking: Sequence[str] = ()
+    limits: RenderLimits | None = None
+
+    def __post_init__(self) -> None:
+        self._ends = TurnEnds(self._write, self.marks.ends, self.marks.specials, self.marks.end)
+        self._unwritten = UnwrittenParts(self.thinking)
         self._form: str | None = None
 
     @classmethod
@@ -141,7 +138,7 @@ class Template:
         except RefusalError as error:
             return {"error": str(error)}
         except _REFUSED as error:
-            return {"error": _refusal(error, self._limits or RenderLimits())}
+            return {"error": _refusal(error, self.limits or RenderLimits())}
 
     def _copied(self, request: dict[str, Any]) -> str | None:
         try:
@@ -150,7 +147,7 @@ class Template:
             return None
 
     def _limited(self, request: dict[str, Any]) -> list[Any]:
-        with contextlib.nullcontext() if self._limits is None else _limited(self._limits):
+        with contextlib.nullcontext() if self.limits is None else _limited(self.limits):
             return self._rows(request)
 
     def _rows(self, request: dict[str, Any]) -> list[Any]:
@@ -158,38 +155,38 @@ class Template:
         messages = self.taken(request["messages"])
         tools = request["tools"]
         if "options" in request:
-            return [(self._text(messages, tools, self._options | request["options"]), [], len(messages), [])]
+            return [(self._text(messages, tools, self.options | request["options"]), [], len(messages), [])]
 
         # A turn is looked for in several rows, but rendered once.
         @functools.cache
         def render(count: int, prompt: bool = False, thinking: bool | None = None) -> tuple[str, Any]:
             return self._render(messages[:count], tools, thinking, prompt)
 
-        return chat_rows(messages, request["turns"], request["every_turn"], render, self._marks, self._ends)
+        return chat_rows(messages, request["turns"], request["every_turn"], render, self.marks, self._ends)
 
     def _render(self, messages: Messages, tools: Any, thinking: bool | None, prompt: bool) -> tuple[str, Any]:
         """Return the text of a conversation, and the spans that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = self._options if thinking is None else self._options | {"enable_thinking": thinking}
+        options = self.options if thinking is None else self.options | {"enable_thinking": thinking}
         text = self._text(messages, tools, options | {"add_generation_prompt": prompt})
-        if not self._marks.blocks or prompt:
+        if not self.marks.blocks or prompt:
             return text, []
         # apply_chat_template gives the spans as tokens alone, of a tokenizer with a vocabulary.
         without_nulls = [{key: value for key, value in message.items() if value is not None} for message in messages]
         texts, spans = render_jinja_template(
             [without_nulls],
             tools=tools,
-            chat_template=self._tokenizer.chat_template,
+            chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
-            **(self._tokenizer.special_tokens_map | options),
+            **(self.tokenizer.special_tokens_map | options),
         )
         if texts[0] != text:
             raise RefusalError("the chat template's generation blocks do not fit its text; use --no-mask-prompt.")
         return text, spans[0]
 
     def _text(self, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
-        text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         if len(text) > LARGEST_TEXT:
             raise RefusalError(f"the model's chat template writes {len(text):,} characters for this conversation.")
         return text
@@ -203,7 +200,7 @@ class Template:
         return with_arguments(messages, self._form)
 
     def _write(self, messages: Messages) -> str:
-        return self._text(messages, None, self._options)
+        return self._text(messages, None, self.options)
 
 
 def main(seconds: str, memory: str) -> None:

@@ -4,20 +4,3 @@ They are the norms, gates, activation and convolution of a gated-delta layer, th
 around attention, Adam's update, and choosing and summing the rows of experts. Each is compared with MLX's operations
 before its first use on a machine (passes.py).
 """
-
-from .conv import conv_heads, conv_silu
-from .gating import gates, log_gate
-from .heads import times_gate, turned_heads
-from .norms import gated_norm
-from .silu import swiglu
-
-__all__ = [
-    "conv_heads",
-    "conv_silu",
-    "gated_norm",
-    "gates",
-    "log_gate",
-    "swiglu",
-    "times_gate",
-    "turned_heads",
-]

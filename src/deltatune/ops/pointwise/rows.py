@@ -13,7 +13,6 @@ from ..kernels.launch import Arrays, Device, Outputs, forced
 from ..operator.case import Case, by_kernels
 from ..operator.kernel_operator import KernelOperator, KernelWorkload, in_each_dtype
 from ..operator.measure import as_float64, random_arrays
-from ..recomputation import is_small_case
 from .passes import BOUNDS, LEAST, by_lane
 
 # How many elements one lane holds.
@@ -53,8 +52,6 @@ def sum_rows(x: mx.array, index: mx.array, weights: mx.array | None = None, dtyp
 
 def serves(x: mx.array, rows: int) -> bool:
     """Whether the kernels are to be used for so many rows of x: they cover them, are faster, and were found right."""
-    if is_small_case():
-        return x.shape[1] % _LANE == 0
     fits = x.shape[1] % _LANE == 0 and rows * x.shape[1] >= LEAST and x.dtype in BOUNDS
     return fits and OPERATOR.serves(x.dtype)
 

@@ -31,6 +31,8 @@ ROWS_OF_LARGE = 8
 LARGE = 10**8
 # The size of a slab, the part of a matrix that is unpacked at a time.
 SLAB_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20, "metal": 256 * 2**20}
+# A matrix that is unpacked whole has at most this part of an NVIDIA GPU's memory: the head of a 9B takes 2 GB.
+WHOLE_IN_MEMORY = 32
 # The slabs at either end that a plan traces: together they fill MLX's queue, which holds their numbers.
 _SLABS_IN_PLAN = 12
 _PACKED_SLABS_IN_PLAN = 3
@@ -83,8 +85,9 @@ def packed_product(
     """
     stored = [scales] if biases is None else [scales, biases]
     whole = trace.current().known.of(w, _Whole)
-    if whole is not None:
-        dtype = _result_dtype(x, scales)
+    dtype = _result_dtype(x, scales)
+    most = backend.gpu_memory() // WHOLE_IN_MEMORY or math.inf
+    if whole is not None and w.shape[-2] * quantization.inputs(w) * dtype.size <= most:
         by_dtype = whole.by_dtype
         if dtype not in by_dtype:
             by_dtype[dtype] = unpacked(w, *_cast(stored, dtype), dtype=dtype, **quantization.storage)
@@ -111,7 +114,8 @@ class _Whole(NamedTuple):
 def unpacked_once(module: nn.Module) -> Iterator[None]:
     """Within the context, `packed_product` unpacks each frozen matrix of `module` once and whole, on an NVIDIA GPU.
 
-    This is for a matrix that many rows meet a part at a time. It then takes the memory of all its numbers for so long.
+    This is for a matrix that many rows meet a part at a time. It then takes the memory of all its numbers for so long,
+    and one that is large for the GPU is unpacked in slabs.
     """
     parts = module.modules() if unpacking.OPERATOR.is_for_here else []
     frozen = [part for part in parts if "scales" in part and "scales" not in part.trainable_parameters()]

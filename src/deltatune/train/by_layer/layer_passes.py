@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -151,6 +152,7 @@ class AroundLayers:
 Watch = Callable[..., None]
 
 
+@dataclass(eq=False)
 class LayerPasses:
     """Computes losses and gradients of a model by layers; setup.training() has set it up with all layers checkpointed.
 
@@ -159,38 +161,32 @@ class LayerPasses:
     The trained parameters outside the layers are `in_tower`, those of the vision tower, and `outer`, by path.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction,
-        weights: ResidentLayers,
-        compute: Callable[..., None] = mx.eval,
-        between: Callable[[], None] | None = None,
-    ):
-        self.model = model
-        self.loss = loss
-        self._layers = weights.layers
-        self._weights = weights
-        self._compute = compute
-        self._inputs = weights.inputs
-        self._between = between
-        self._calls = weights.calls(compute)
+    model: nn.Module
+    loss: LossFunction
+    weights: ResidentLayers
+    compute: Callable[..., None] = mx.eval
+    between: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._layers = self.weights.layers
+        self._inputs = self.weights.inputs
+        self._calls = self.weights.calls(self.compute)
         self._arounds: dict[Any, AroundLayers] = {}
         self._functions: dict[Any, LayerFunction] = {}
         self._signatures: dict[bool, list[Any]] = {}
-        paths = {id(module): path for path, module in model.named_modules()}
+        paths = {id(module): path for path, module in self.model.named_modules()}
         self._paths = [paths[id(layer)] for layer in self._layers]
         inside = tuple(f"{path}." for path in self._paths)
-        trained = [path for path, _ in leaves(model.trainable_parameters())]
-        tower = tuple(["vision_tower."] if has_vision(model) else ())
-        self.outer = places(model, [path for path in trained if not path.startswith((*inside, *tower))])
-        self.in_tower = places(model, [path for path in trained if path.startswith(tower)])
-        self._lowest = lowest_layer(model, self._paths)
+        trained = [path for path, _ in leaves(self.model.trainable_parameters())]
+        tower = tuple(["vision_tower."] if has_vision(self.model) else ())
+        self.outer = places(self.model, [path for path in trained if not path.startswith((*inside, *tower))])
+        self.in_tower = places(self.model, [path for path in trained if path.startswith(tower)])
+        self._lowest = lowest_layer(self.model, self._paths)
 
     def _along(self, order: Sequence[int]) -> Iterator[list[mx.array]]:
-        for arrays in self._weights.along(order):
-            if self._between is not None:
-                self._between()
+        for arrays in self.weights.along(order):
+            if self.between is not None:
+                self.between()
             yield arrays
 
     def served(self) -> AbstractContextManager[None]:
@@ -282,7 +278,7 @@ class LayerPasses:
             for index in range(len(self._layers)):
                 x = around.between(index, batch, x)
                 x, _, key = self._function(index, around, told).forward(next(reading), x, others, told, key)
-                self._compute(x, key)
+                self.compute(x, key)
                 if watch is not None:
                     watch(index, x, backward=False)
             return around.loss(loss or self.loss)(batch, x, key)
@@ -323,11 +319,11 @@ class LayerPasses:
             pictures, key = around.tower(seen, key)
             batch = with_pictures(batch, pictures)
             d_pictures = [mx.zeros_like(picture) for picture in pictures]
-            self._compute(pictures)
+            self.compute(pictures)
         before_key = key
         x, key, others, sides, records = self._forward(batch, around, told, key, reading, watch)
         total, weight, figures, dx, d_sides, d_outer = around.behind(batch, x, key, sides)
-        self._compute(total, weight, figures, dx, d_sides, d_outer)
+        self.compute(total, weight, figures, dx, d_sides, d_outer)
         del x
         gradients: dict[str, mx.array] = {}
         for index in reversed(range(lowest, count)):
@@ -353,12 +349,12 @@ class LayerPasses:
         if d_outer or d_pictures:
             more, of_pictures = around.before_again(batch, before_key, dx)
             d_outer, d_pictures = _sums(d_outer, more), _sums(d_pictures, of_pictures)
-            self._compute(d_outer, d_pictures)
+            self.compute(d_outer, d_pictures)
         in_tower = [mx.zeros_like(array) for array in arrays_at(self.in_tower.values())]
         if d_pictures:
             in_tower = around.tower_again(seen, first_key, d_pictures)
-        self._compute(in_tower)
-        if any(map(self._weights.stays, range(count))):
+        self.compute(in_tower)
+        if any(map(self.weights.stays, range(count))):
             mx.eval(gradients)
         gradients |= zip(self.outer, d_outer, strict=True)
         gradients |= zip(self.in_tower, in_tower, strict=True)
@@ -366,7 +362,7 @@ class LayerPasses:
 
     def _computed(self, index: int, *arrays: Any) -> None:
         """Compute a layer's output, or only begin to where the next layer may be begun meanwhile."""
-        (mx.async_eval if self._weights.stays(index) else self._compute)(*arrays)
+        (mx.async_eval if self.weights.stays(index) else self.compute)(*arrays)
 
     def _forward(
         self,

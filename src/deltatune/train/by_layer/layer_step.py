@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,23 +80,20 @@ def by_layers(
     layers = [layer.module for layer in trained.layers]
     assert config.memory is not None
     features = 0 if backend.has_own_memory() else feature_bytes
-    before = mx.set_memory_limit(config.memory - features + weights.on_host)
-    kept_before = mx.set_cache_limit(_KEPT) if backend.has_own_memory() else None
-    try:
+    with ExitStack() as stack:
+        stack.callback(mx.set_memory_limit, mx.set_memory_limit(config.memory - features + weights.on_host))
+        if backend.has_own_memory():
+            stack.callback(mx.set_cache_limit, mx.set_cache_limit(_KEPT))
         # The rest of the model runs without the weights of its layers.
         with LayerCalls(layers, passed_on).watched():
             compared = with_loss(model, config, True)
         passes = LayerPasses(model, compared.loss, weights, between=between)
-        with passes.served():
-            passes.check(packed=config.pack)
-            compiled = f"{trained.compiled}, one layer at a time"
-            yield dataclasses.replace(
-                compared, layers=trained.layers, patches=trained.patches, compiled=compiled, passes=passes
-            )
-    finally:
-        mx.set_memory_limit(before)
-        if kept_before is not None:
-            mx.set_cache_limit(kept_before)
+        stack.enter_context(passes.served())
+        passes.check(packed=config.pack)
+        compiled = f"{trained.compiled}, one layer at a time"
+        yield dataclasses.replace(
+            compared, layers=trained.layers, patches=trained.patches, compiled=compiled, passes=passes
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ _RECENT = 50
 _REPORTS_SHARE = 0.02
 
 
+@dataclass(eq=False)
 class Reporting:
     """Tells of a run; only rank 0, the main one, writes files and sends to services.
 
@@ -34,21 +36,14 @@ class Reporting:
     each sample prompt as data URIs. `about`, the description of the run in its report by name, is empty before open().
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        outputs: Outputs,
-        screen: Screen,
-        main: bool,
-        on_host: int = 0,
-        thumbnails: Sequence[Sequence[str]] = (),
-    ):
-        self._config = config
-        self._outputs = outputs
-        self._screen = screen
-        self._main = main
-        self._on_host = on_host
-        self._thumbnails = thumbnails
+    config: TrainConfig
+    outputs: Outputs
+    screen: Screen
+    main: bool
+    on_host: int = 0
+    thumbnails: Sequence[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
         self.about: dict[str, str] = {}
         self._tables: Sequence[ReportTable] = ()
         self.metrics: log.Metrics | None = None
@@ -66,10 +61,10 @@ class Reporting:
         """
         self.about = about
         self._tables = tables
-        if not self._main:
+        if not self.main:
             return
-        config = self._config
-        outputs = self._outputs
+        config = self.config
+        outputs = self.outputs
         self.metrics = log.Metrics(outputs.metrics, progress.metrics_bytes)
         options = dataclasses.asdict(config)
         self._services = log.open_services(config.report_to, outputs.directory, config.project_name, options)
@@ -95,12 +90,12 @@ class Reporting:
             for opened in (self.metrics, *self._services):
                 if opened is not None:
                     stack.callback(opened.close)
-            self._screen.stop()
+            self.screen.stop()
 
     @property
     def peak_memory(self) -> float:
         """The most memory that MLX has held on the device, in GB."""
-        return (mx.get_peak_memory() - self._on_host) / 1e9
+        return (mx.get_peak_memory() - self.on_host) / 1e9
 
     @property
     def last_seconds(self) -> float:
@@ -111,11 +106,11 @@ class Reporting:
         """Count an iteration of so many seconds and tokens, with the loss of its batch if that has a target."""
         self._window.append((seconds, tokens))
         self._recent.append(seconds)
-        self._screen.advance(progress.iteration, loss, self._left(progress))
+        self.screen.advance(progress.iteration, loss, self._left(progress))
 
     def _left(self, progress: Progress) -> float:
         """Return the seconds that the iterations which are left will take, if they are as quick as the last ones."""
-        return sum(self._recent) / max(len(self._recent), 1) * (self._config.iters - progress.iteration)
+        return sum(self._recent) / max(len(self._recent), 1) * (self.config.iters - progress.iteration)
 
     def training(self, progress: Progress, rate: float, figures: Sequence[str]) -> dict[str, Any]:
         """Report the iterations since the last report, and return the record of it.
@@ -137,7 +132,7 @@ class Reporting:
         progress.start_report()
         self._window.clear()
         progress.train_loss = loss
-        self.report(progress, record, total=self._config.iters, left=self._left(progress))
+        self.report(progress, record, total=self.config.iters, left=self._left(progress))
         return record
 
     def samples(self, progress: Progress, answers: list[dict[str, str]]) -> None:
@@ -152,16 +147,16 @@ class Reporting:
         # The report of a run that goes on is written anew, unless that would take too much of the run's time.
         if self._running and time.perf_counter() >= self._next_report:
             self.write(progress, "still training", running=True)
-        self._screen.report(record, **how)
+        self.screen.report(record, **how)
 
     def write(self, progress: Progress, state: str, *, running: bool, result: Result | None = None) -> None:
         """Write the report on rank 0, with `state`, how the run stands in words, and its result where it has ended."""
-        if not self._main:
+        if not self.main:
             return
         self._running = running
         started = time.perf_counter()
         figures = dataclasses.asdict(result or Result.of(progress, self.peak_memory, stopped_early=False))
-        outputs = self._outputs
+        outputs = self.outputs
         left = {"time left": duration(self._left(progress)) if self._recent else "–"}
         commands = [] if running or not progress.iteration else outputs.commands()
         description = RunDescription(
@@ -170,11 +165,11 @@ class Reporting:
             headline=left if running else {},
             state=state,
             running=running,
-            thumbnails=self._thumbnails,
+            thumbnails=self.thumbnails,
             commands=commands,
         )
-        for problem in write_report(outputs.report, outputs.metrics, self._config, figures, description):
-            self._screen.say(f"Report: {problem}")
+        for problem in write_report(outputs.report, outputs.metrics, self.config, figures, description):
+            self.screen.say(f"Report: {problem}")
         ended = time.perf_counter()
         self._next_report = ended + (ended - started) / _REPORTS_SHARE
 
@@ -185,4 +180,4 @@ class Reporting:
         try:
             self.write(progress, "stopped" if cause is None else f"stopped: {reason(cause)}", running=False)
         except UserError as error:
-            self._screen.say(f"Report: {error}")
+            self.screen.say(f"Report: {error}")

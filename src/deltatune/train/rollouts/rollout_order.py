@@ -78,28 +78,23 @@ class Scoring:
     reference: Callable[[Batch], np.ndarray]
 
 
+@dataclass(eq=False)
 class RolloutOrder(TrainingOrder):
     """An endless iterator of batches of sampled answers to this rank's prompts."""
 
-    def __init__(
-        self,
-        prompts: BatchOrder,
-        sampler: RewardedSampler,
-        scoring: Scoring,
-        config: TrainConfig,
-        world: World,
-    ):
-        self.sampler = sampler
-        self._prompts = prompts
-        self._scoring = scoring
-        self._config = config
-        self._world = world
-        self._variant = variant_of(config)
-        self.figures = names_of(sampler.rewards.names)
+    prompts: BatchOrder
+    sampler: RewardedSampler
+    scoring: Scoring
+    config: TrainConfig
+    world: World
+
+    def __post_init__(self) -> None:
+        self._variant = variant_of(self.config)
+        self.figures = names_of(self.sampler.rewards.names)
         self._sampling = 0
         # How many batches of the present sampling were handed out, and the place of its prompts in the data.
         self._used = 0
-        self._place = prompts.state()
+        self._place = self.prompts.state()
         self._rollouts: Rollouts | None = None
         # The weighted sums of the rewards of their answers, [N], and the advantages.
         self._totals = np.zeros(0)
@@ -117,7 +112,7 @@ class RolloutOrder(TrainingOrder):
 
     def restore(self, state: dict[str, Any], arrays: Mapping[str, mx.array]) -> None:
         """Continue from a state and its arrays; a sampling that is half used and was not saved is left out."""
-        self._prompts.restore(state["prompts"])
+        self.prompts.restore(state["prompts"])
         self._sampling = state["sampling"]
         self._used = state["used"]
         self._place = state["prompts"]
@@ -131,9 +126,9 @@ class RolloutOrder(TrainingOrder):
     def __next__(self) -> Batch:
         if self._rollouts is None or self._rollouts.number != self._sampling:
             self._take(self._sampled(self._next_prompts()))
-        batch = self._batch(self._used % self._config.grad_accumulation_steps)
+        batch = self._batch(self._used % self.config.grad_accumulation_steps)
         self._used += 1
-        if self._used == self._config.grad_accumulation_steps * self._config.num_iterations:
+        if self._used == self.config.grad_accumulation_steps * self.config.num_iterations:
             self._end_sampling()
         return batch
 
@@ -155,29 +150,29 @@ class RolloutOrder(TrainingOrder):
     def _end_sampling(self) -> None:
         self._sampling += 1
         self._used = 0
-        self._place = self._prompts.state()
+        self._place = self.prompts.state()
 
     def _next_prompts(self) -> list[Any]:
         """Return this rank's prompts of each batch of a window; one that the data do not fill has fewer."""
-        return [self._prompts.next_examples() for _ in range(self._config.grad_accumulation_steps)]
+        return [self.prompts.next_examples() for _ in range(self.config.grad_accumulation_steps)]
 
     def _sampled(self, batches: Sequence[Sequence[PromptExample]]) -> Rollouts:
         """Sample answers to prompts, and reward them."""
-        config = self._config
+        config = self.config
         prompts, shares = _joined(batches)
         # The first half of the split is the dropout's of an iteration.
-        key = mx.random.split(iteration_key(config.seed, self._sampling, self._world.rank))[1]
+        key = mx.random.split(iteration_key(config.seed, self._sampling, self.world.rank))[1]
         rollouts = Rollouts(self._sampling, prompts, shares, *self.sampler(prompts, key))
         if needs_old(config):
-            rollouts = replace(rollouts, old=self._scored(rollouts, self._scoring.policy))
+            rollouts = replace(rollouts, old=self._scored(rollouts, self.scoring.policy))
         if config.beta:
-            rollouts = replace(rollouts, reference=self._scored(rollouts, self._scoring.reference))
+            rollouts = replace(rollouts, reference=self._scored(rollouts, self.scoring.reference))
         return rollouts
 
     def _scored(self, rollouts: Rollouts, score: Callable[[Batch], np.ndarray]) -> np.ndarray:
         """Return the log-probabilities [N, M] of all answers, computed a batch at a time."""
         scored = np.zeros_like(rollouts.answers.log_probabilities)
-        rows = self._config.batch_size // self._world.size * self._config.num_generations
+        rows = self.config.batch_size // self.world.size * self.config.num_generations
         for start in range(0, len(scored), rows):
             group = list(range(start, min(start + rows, len(scored))))
             # A model with a vision tower scores the tokens alone that have a weight.
@@ -190,8 +185,8 @@ class RolloutOrder(TrainingOrder):
 
     def _take(self, rollouts: Rollouts) -> None:
         """Make these rollouts the present ones."""
-        config = self._config
-        size = self._config.num_generations
+        config = self.config
+        size = self.config.num_generations
         totals = total_rewards(rollouts.rewards, self.sampler.rewards.weights)
         self._totals = totals
         if self._variant == RLOO:
@@ -201,8 +196,8 @@ class RolloutOrder(TrainingOrder):
             self._advantages = leave_one_out(totals.reshape(-1, size)).reshape(-1)
         else:
             everyone = None
-            if config.scale_rewards == "batch" and self._world.size > 1:
-                everyone = as_numpy(self._world.gather(mx.array(totals.astype(np.float32))))
+            if config.scale_rewards == "batch" and self.world.size > 1:
+                everyone = as_numpy(self.world.gather(mx.array(totals.astype(np.float32))))
             of_groups = group_advantages(totals.reshape(-1, size), config.scale_rewards, everyone)
             self._advantages = of_groups.reshape(-1)
         self._rollouts = rollouts
@@ -210,14 +205,14 @@ class RolloutOrder(TrainingOrder):
     def _counted(self, rollouts: Rollouts) -> np.ndarray:
         """Whether each answer counts in the loss, [N]."""
         answers = rollouts.answers
-        return answers.ended if self._config.mask_truncated_completions else np.ones(len(answers.ended), bool)
+        return answers.ended if self.config.mask_truncated_completions else np.ones(len(answers.ended), bool)
 
     def _prompt(self, rollouts: Rollouts, number: int) -> PromptExample:
-        return rollouts.prompts[number // self._config.num_generations]
+        return rollouts.prompts[number // self.config.num_generations]
 
     def _batch(self, step: int) -> Batch:
         """Build a batch of the window from the groups of answers that have a signal."""
-        rollouts, config = self._rollouts, self._config
+        rollouts, config = self._rollouts, self.config
         assert rollouts is not None
         size = config.num_generations
         first = sum(rollouts.shares[:step])
@@ -233,7 +228,7 @@ class RolloutOrder(TrainingOrder):
         weights, total = self._token_weights(rollouts, numbers)
         rows = [group * size + at for group in judged for at in range(size)]
         # Few numbers of rows are compiled: powers of two, in groups, up to those of a whole batch.
-        most = config.batch_size // self._world.size
+        most = config.batch_size // self.world.size
         room = min(2 ** max(len(judged) - 1, 0).bit_length(), most) * size
         batch, _ = self._laid_out(rollouts, rows, weights, self._advantages, room)
         assert batch.rollouts is not None
@@ -251,7 +246,7 @@ class RolloutOrder(TrainingOrder):
         if self._variant in MEAN_OF_ANSWERS:
             return weights / lengths, len(numbers)
         if self._variant == DR_GRPO:
-            return weights, len(numbers) * self._config.max_completion_length
+            return weights, len(numbers) * self.config.max_completion_length
         if self._variant == BNPO:
             return weights / max(tokens, 1.0), 1.0
         assert self._variant in (DAPO, CISPO)
@@ -269,18 +264,18 @@ class RolloutOrder(TrainingOrder):
         answers = rollouts.answers
         documents = [self._document(rollouts, number) for number in numbers]
         positions = [document.positions for document in documents]
-        packed = self._config.pack
+        packed = self.config.pack
         shared: list[tuple[int, ...]] = [(at,) for at in range(len(documents))]
         # Packed rows are as wide as the longest prompt with the longest answer, so that one width is compiled.
-        width = self._prompts.widths[-1]
+        width = self.prompts.widths[-1]
         if packed:
             shared = pack(positions, width)
             rows = min(2 ** max(len(shared) - 1, 0).bit_length(), rows)
         else:
-            widths = bucket_widths(self._config.max_seq_length)
+            widths = bucket_widths(self.config.max_seq_length)
             width = widths[bisect_left(widths, max(positions, default=1))]
         filled = [[documents[at] for at in row] for row in shared]
-        vision = self._prompts.vision
+        vision = self.prompts.vision
         batch = collate([*filled, *[[]] * (rows - len(filled))], width, packed=packed, vision=vision)
         placed = {"sampled": answers.log_probabilities, "old": rollouts.old, "reference": rollouts.reference}
         of_targets: dict[str, Any] = {name: np.zeros_like(batch.weights) for name in placed if placed[name] is not None}
