@@ -69,14 +69,8 @@ def largest(
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
 
-    def bounds() -> tuple[int, int]:
-        good, bad = _bounds(known, limits, most)
-        if fixed is not None:
-            good = max(good, min(bad - 1, most, _bound_to_fit(known, fixed.bytes.amount, limits)) // step * step)
-        return good, bad
-
     for _ in range(plans):
-        good, bad = bounds()
+        good, bad = _bounds(known, limits, values, fixed)
         low = good // step * step + step
         high = min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
@@ -102,7 +96,7 @@ def largest(
         value = min(max(wanted, low), high) if good or fixed is not None else step
         known[value] = attempt(value)
         foreseen = len(points) > 1 and _foreseen(points, value, known[value])
-    good = bounds()[0]
+    good = _bounds(known, limits, values, fixed)[0]
     return Largest(good, more=good >= most)
 
 
@@ -122,10 +116,19 @@ def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimit
     return bound
 
 
-def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:
-    """The largest value that fits, and the smallest that does not."""
+def _bounds(
+    plans: Mapping[int, Forecast], limits: DeviceLimits, values: range, fixed: Forecast | None
+) -> tuple[int, int]:
+    """The largest value that fits by a plan or, where `fixed` is known, by arithmetic; and the smallest that does not.
+
+    A plan tells the latter.
+    """
     good = max((value for value, plan in plans.items() if fits(plan, limits)), default=0)
-    return good, min((value for value, plan in plans.items() if not fits(plan, limits)), default=most + 1)
+    bad = min((value for value, plan in plans.items() if not fits(plan, limits)), default=values[-1] + 1)
+    if fixed is not None:
+        bound = min(bad - 1, _bound_to_fit(plans, fixed.bytes.amount, limits))
+        good = max(good, bound // values.step * values.step)
+    return good, bad
 
 
 def _guess(plans: Mapping[float, Forecast], limits: DeviceLimits, low: int, high: int) -> int:
