@@ -102,8 +102,9 @@ def test_a_run_is_planned_from_its_options(capsys):
     ],
 )
 def test_what_cannot_be_trained_on_is_named(tmp_path, what, data, options, message):
-    with pytest.raises(UserError, match=message):
-        finetune(MODEL, data, adapter_path=tmp_path / "out", batch_size=1, **options)
+    for run in (finetune, plan_run):
+        with pytest.raises(UserError, match=message):
+            run(MODEL, data, adapter_path=tmp_path / "out", batch_size=1, **options)
 
 
 @pytest.mark.bad_input("`finetune` with a TrainConfig and further options")
@@ -111,20 +112,6 @@ def test_a_config_holds_all_options(tmp_path):
     for run in (finetune, plan_run):
         with pytest.raises(UserError, match=rf"{run.__name__}: a TrainConfig holds all options"):
             run(TrainConfig(adapter_path=tmp_path / "out"), iters=3)
-
-
-@pytest.mark.bad_input("`plan_run` with an unknown option, or one of a wrong type")
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (MODEL, {"rnak": 8}, r"unknown key 'rnak' \(did you mean 'rank'\?\)"),
-        (MODEL, {"rank": "many"}, "rank: expected a whole number"),
-        (3, {}, "model: expected text"),
-    ],
-)
-def test_what_cannot_be_planned_is_named(model, options, message):
-    with pytest.raises(UserError, match=message):
-        plan_run(model, ROWS, **options)
 
 
 @pytest.mark.bad_input("`export_adapter` with an unknown target or option")

@@ -74,13 +74,13 @@ PEAKS = {
 }
 
 
-def planned(peak, buffers=lambda v: 10):
+def planned(peak, buffers=lambda v: 10, saved=lambda v: 0):
     tried = []
 
     def attempt(value):
         tried.append(value)
         moment = SimpleNamespace(amount=peak(value)), SimpleNamespace(amount=buffers(value))
-        return SimpleNamespace(bytes=moment[0], buffers=moment[1], saved=0)
+        return SimpleNamespace(bytes=moment[0], buffers=moment[1], saved=saved(value))
 
     return attempt, tried
 
@@ -146,6 +146,20 @@ def test_memory_that_falls_at_one_place_is_not_taken_to_fall_for_ever():
     found = largest(attempt, DeviceLimits(None, 25_280, "", ""), known, range(32, 262_145, 32), fixed)
     assert 0.98 * 76_064 < found.value <= 76_064
     assert len(tried) <= 4, tried
+
+
+@pytest.mark.parametrize("grows", [31, 48])
+@pytest.mark.parametrize("limit", [12_000, 25_280, 60_000])
+@pytest.mark.parametrize("first", [8, 40, 90])
+def test_a_value_near_a_plan_is_bound_to_fit_and_not_planned(grows, limit, first):
+    """A part of memory does not grow with the value. Of what does, saved tensors are a part, which is known."""
+    attempt, tried = planned(lambda v: 1_680 + 900 * (v > 0) + (49 + grows) * v, saved=lambda v: 49 * v)
+    fixed, known = attempt(0), {first: attempt(first)}
+    tried.clear()
+    found = largest(attempt, DeviceLimits(None, limit, "", ""), known, range(1, 4097), fixed).value
+    best = (limit - 2_580) // (49 + grows)
+    assert 0.98 * best - 1 <= found <= best, (found, best, tried)
+    assert len(tried) <= 2, tried
 
 
 def test_no_values_are_none():

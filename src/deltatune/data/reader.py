@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import track
 
 from ..errors import UserError
 from ..machine.environment import expanded
@@ -203,14 +203,8 @@ def _with_progress(rows: Iterator[list[Any]], table: DataTable) -> list[list[Any
     console = Console(stderr=True)
     if table.digest is None or table.count < _PROGRESS_ROWS or not console.is_terminal:
         return list(rows)
-    examples: list[list[Any]] = []
-    with Progress(console=console, transient=True) as progress:
-        # The brackets around the name of a split are no markup.
-        task = progress.add_task(escape(f"Tokenising {table.name}"), total=table.count)
-        for row in rows:
-            examples.append(row)
-            progress.advance(task)
-    return examples
+    # The brackets around the name of a split are no markup.
+    return list(track(rows, escape(f"Tokenising {table.name}"), table.count, console=console, transient=True))
 
 
 def _within(row: list[Any], limit: int) -> list[tuple[Any, bool]]:

@@ -26,9 +26,9 @@ ELEMENTS, OPERATIONS = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
 PIECE = {ELEMENTS: 800, OPERATIONS: 400}
 # A command with --memory has smaller pieces, which hold less of its limit.
 SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
-# These are MLX's variables: how many kinds of recorded pieces it keeps, each with some 6 MB of an NVIDIA GPU's memory, and
-# whether it ends a process that has recorded twice as many. On a full GPU pieces end wherever memory does, so that a long
-# run has more.
+# These are MLX's variables: how many kinds of recorded pieces it keeps, each with some 6 MB of an NVIDIA GPU's memory,
+# and whether it ends a process that has recorded twice as many. On a full GPU pieces end where memory does, so that a
+# long run has more.
 RECORDS = {"MLX_CUDA_GRAPH_CACHE_SIZE": 128, "MLX_ENABLE_CACHE_THRASHING_CHECK": 0}
 # MLX's own sizes on the largest Apple GPUs, where no variable is set.
 METAL_PIECE = {ELEMENTS: 50, OPERATIONS: 50}

@@ -189,10 +189,9 @@ class _Pieces:
         aside: list[mx.array] = []
         for number, span in enumerate(self.spans):
             if span.left_out:
-                like, before = (ys[-1], before) if ys else self._likes(number + 1, keys, self.documents, parameters, x)
-                after = ys[-1:] or [x]
-                ys.append(blank(like, span.stop - span.start, after, self.cut.axis))
-                before = self._blank_carry(span, before, after)
+                like, carry = self._likes(number + 1, keys, self.documents, parameters, x)
+                before = self._blank_carry(span, carry, ys[-1:] or [x])
+                ys.append(blank(like, span.stop - span.start, ys[-1:] or [x], self.cut.axis))
                 saved += before[: self.carry.states]
                 continue
             rows = self.cut.part(x, span)
@@ -304,9 +303,8 @@ class _Pieces:
         keys_and_values: list[list[mx.array]] = []
         for number, span in enumerate(self.spans[:-1]):
             if span.left_out:
-                likes = keys_and_values[-1] if keys_and_values else []
-                after = likes or [x]
-                likes = likes or self._likes(number + 1, keys, documents, parameters, x)[1][-2:]
+                after = keys_and_values[-1] if keys_and_values else [x]
+                likes = self._likes(number + 1, keys, documents, parameters, x)[1][-2:]
                 keys_and_values.append([blank(array, span.stop - span.start, after, 2) for array in likes])
                 continue
             rows = self.cut.part(x, span)

@@ -161,8 +161,8 @@ class ArrayLayout:
     def describe(self, at: int) -> Description:
         """The description at the address `at`."""
         data = self.read(at, self._length)
-        shape = _integers(self.read, data, at, *_PAIR(data, _SHAPE), "i")
-        strides = _integers(self.read, data, at, *_PAIR(data, _STRIDES), "q")
+        shape = _integers(self.read, data, at, _SHAPE, "i")
+        strides = _integers(self.read, data, at, _STRIDES, "q")
         (primitive,) = _WORD(data, self._primitive)
         inputs, siblings = self._arrays(data, self._inputs), self._arrays(data, self._siblings)
         (position,) = struct.unpack_from("<I", data, self._siblings + 24)
@@ -209,7 +209,8 @@ def address(read: Read, array: Any) -> int:
     return words(read(id(array) + offset, 8))[0]
 
 
-def _integers(read: Read, data: bytes, at: int, begin: int, end: int, item: str) -> tuple[int, ...]:
+def _integers(read: Read, data: bytes, at: int, offset: int, item: str) -> tuple[int, ...]:
+    begin, end = _PAIR(data, offset)
     if end <= begin:
         return ()
     count = (end - begin) // (4 if item == "i" else 8)

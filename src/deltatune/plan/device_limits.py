@@ -73,8 +73,8 @@ def brake(size: int) -> int | None:
 def device_limits() -> DeviceLimits:
     """The limits of MLX's default device.
 
-    Metal reports both limits. On CUDA arrays may fill most of the GPU's free memory, less CUDA_BYTES. On a CPU the limit
-    is the memory of the machine or the container.
+    Metal reports both limits. On CUDA arrays may fill most of the GPU's free memory, less CUDA_BYTES. On a CPU the
+    limit is the memory of the machine or the container.
     """
     return backend.here({"cpu": _of_cpu, "metal": _of_metal, "cuda": _of_cuda})()
 

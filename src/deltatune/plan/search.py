@@ -71,8 +71,8 @@ def largest(
 
     def bounds() -> tuple[int, int]:
         good, bad = _bounds(known, limits, most)
-        if fixed is not None and limits.bytes is not None:
-            good = max(good, _bound_to_fit(known, fixed.bytes.amount, aimed, min(bad - 1, most)) // step * step)
+        if fixed is not None:
+            good = max(good, min(bad - 1, most, _bound_to_fit(known, fixed.bytes.amount, limits)) // step * step)
         return good, bad
 
     for _ in range(plans):
@@ -106,20 +106,20 @@ def largest(
     return Largest(good, more=good >= most)
 
 
-def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimits, most: int) -> int:
-    """The largest value up to `most` that fits, as arithmetic tells from a plan that is at most an eighth away.
+def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimits) -> int:
+    """The largest value that fits, as arithmetic tells from a plan that is at most an eighth away; 0 without one.
 
     Saved tensors grow in proportion to the value, and the rest of what is not `fixed` grows at most so. Buffers do too.
     """
     bound = 0
     for value, plan in plans.items():
-        if not plan.saved:
+        if not plan.saved or limits.bytes is None:
             continue
         over = plan.bytes.amount - limits.bytes
         share = 1 - over / (plan.saved if over > 0 else plan.bytes.amount - fixed)
         if 7 / 8 <= share <= 9 / 8 and (limits.buffers is None or plan.buffers.amount * 9 <= limits.buffers * 8):
             bound = max(bound, int(share * value))
-    return min(bound, most)
+    return bound
 
 
 def _bounds(plans: Mapping[int, Forecast], limits: DeviceLimits, most: int) -> tuple[int, int]:

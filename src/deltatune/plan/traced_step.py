@@ -328,10 +328,7 @@ def simulate_tower(built: TracedStep) -> Simulation | None:
     """The simulated run of the vision tower on one frame; None where no tower runs before the step."""
     if built.tower is None:
         return None
-    machine = Simulation(backend.here(PACES))
-    machine.add_leaves([*built.held, *built.tower_reads], built.shared_buffers)
-    machine.evaluate(built.tower.order, built.tower.outputs, built.tower.dropped)
-    return machine
+    return _simulated([*built.held, *built.tower_reads], [built.tower], built.shared_buffers)
 
 
 def simulate_forward(
@@ -346,17 +343,23 @@ def simulate_forward(
     phases = _phases(layout, noted, existing)
     nodes = [node for phase in phases for node in all_nodes(phase.outputs)]
     made = {node.address for node in nodes if node.kind}
-    machine = Simulation(backend.here(PACES), brake)
-    machine.add_leaves([*read(layout, held, existing), *_constants(nodes, existing | made)])
-    for phase in phases:
-        machine.evaluate(phase.order, phase.outputs, phase.dropped)
-    return machine
+    return _simulated([*read(layout, held, existing), *_constants(nodes, existing | made)], phases, brake=brake)
 
 
 def simulate_step(built: TracedStep, brake: int | None = None, *, queued: int = 0) -> Simulation:
     """The simulated run of the step at the pace of MLX's default device; the numbers are those of Simulation."""
+    return _simulated(built.held, built.phases, built.shared_buffers, brake, queued)
+
+
+def _simulated(
+    held: Sequence[Node],
+    phases: Sequence[Phase],
+    shared_buffers: Sequence[Sequence[int]] = (),
+    brake: int | None = None,
+    queued: int = 0,
+) -> Simulation:
     machine = Simulation(backend.here(PACES), brake, queued)
-    machine.add_leaves(built.held, built.shared_buffers)
-    for phase in built.phases:
+    machine.add_leaves(held, shared_buffers)
+    for phase in phases:
         machine.evaluate(phase.order, phase.outputs, phase.dropped)
     return machine

@@ -264,12 +264,6 @@ DAMAGED = {
     "no JSON": b"hello",
     "no object": b"[1, 2]",
     "no iteration": b'{"train_loss": 1.0}',
-    "text for a number": b'{"iteration": 5, "train_loss": "low"}',
-    "samples that are no list": b'{"iteration": 5, "samples": 7}',
-    "samples without an answer": b'{"iteration": 5, "samples": [{"prompt": "x"}]}',
-    "infinite": b'{"iteration": 5, "train_loss": Infinity}',
-    "huge": b'{"iteration": 5, "train_loss": 1e308}',
-    "nested": b"[" * 100_000,
     "long number": b'{"iteration": ' + b"9" * 10_000 + b"}",
 }
 

@@ -36,31 +36,17 @@ def as_written(row: dict[str, Any], features: Any) -> dict[str, Any]:
     A null in the source looks the same as one added by Arrow, and goes too. Members of a list stay, since Arrow adds
     none. Values stored as JSON keep their nulls. `features` is the library's description of the columns, if it has one.
     """
-    return {key: _value(value, _ANY if features is None else features.get(key)) for key, value in row.items()}
-
-
-# Stands for the description of a column that has none.
-_ANY: Any = object()
+    return {key: _value(value, features and features.get(key)) for key, value in row.items()}
 
 
 def _value(value: Any, feature: Any) -> Any:
-    if isinstance(value, dict) and (feature is _ANY or isinstance(feature, dict)):
-        return {
-            key: _value(part, _ANY if feature is _ANY else feature.get(key))
-            for key, part in value.items()
-            if part is not None
-        }
-    if isinstance(value, list):
-        member = feature if feature is _ANY else _member(feature)
-        return value if member is None else [_value(part, member) for part in value]
+    if isinstance(value, dict) and (feature is None or isinstance(feature, dict)):
+        return {key: _value(part, feature and feature.get(key)) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
+        # A list is described by a class of the library, or by a list of one member.
+        member = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
+        return [_value(part, member) for part in value]
     return value
-
-
-def _member(feature: Any) -> Any:
-    """Return the description of a list's members if they can hold objects, else None."""
-    # The datasets library describes a list by a class of its own or, in older versions, by a list of one member.
-    member = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    return member if isinstance(member, dict | list) or hasattr(member, "feature") else None
 
 
 def may_hold_media(table: Any) -> bool:
