@@ -28,7 +28,7 @@ from .commands import (
 )
 from .commands.flags import Parser
 from .errors import UserError, reason
-from .machine import ranks, startup
+from .machine import no_memory, ranks, startup
 from .machine.command_line import raise_at_signals
 from .machine.packages import versions
 from .machine.wrapping import for_stream
@@ -92,13 +92,6 @@ def _say_plainly(
 _formatwarning = warnings.formatwarning
 
 
-def _lacks_memory(error: Exception) -> bool:
-    # Of MLX, which may be missing: the commands that need it say so.
-    from .machine import backend
-
-    return backend.lacks_memory(error)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv`, the words after `deltatune`, by default those of this process; return the exit code.
 
@@ -122,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except (OSError, RuntimeError) as error:
         # An error of `run` is that of the program which the command runs.
-        if arguments.call is run.run or not (isinstance(error, OSError) or _lacks_memory(error)):
+        if arguments.call is run.run or not (isinstance(error, OSError) or no_memory.lacks_memory(error)):
             raise
         return _refused(error)
     except KeyboardInterrupt:
