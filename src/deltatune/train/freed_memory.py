@@ -28,7 +28,7 @@ class FreedMemory:
     the bytes of `limit`, or of its own limit, MLX gives back its cache and waits for its queued work.
 
     On a `tight` device each phase of a run begins with all memory given back that no array has: its arrays have other
-    sizes than those of the phase before, and an NVIDIA GPU's driver cannot join what lies between arrays.
+    sizes than those of the phase before, and an NVIDIA GPU's driver cannot join the gaps between arrays.
     """
 
     def __init__(self, limit: int | None = None, *, tight: bool = False):
