@@ -1,7 +1,5 @@
 """Tells MLX's errors of a device without memory left from others, also where MLX itself is missing."""
 
-from __future__ import annotations
-
 import re
 
 # How MLX says it on each device.
