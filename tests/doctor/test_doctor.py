@@ -14,7 +14,7 @@ from deltatune.doctor import examination, implementations, inventory, probes, sc
 from deltatune.doctor.custom_kernels import sweep
 from deltatune.doctor.probes import Fault
 from deltatune.errors import UserError
-from deltatune.machine import backend
+from deltatune.machine import backend, blas_fault
 from deltatune.models import load
 from deltatune.ops.attention import trial_case
 from deltatune.ops.operator.operator import Operator
@@ -112,6 +112,7 @@ def test_json_has_everything(capsys):
     assert found["model"] is None
     names = {"chip", "memory", "system", "device", "BLAS", "BLAS file", "BLAS speed", "fp32"}
     assert names | ({"bf16"} if backend.device() == "cpu" else set()) == set(found["machine"])
+    assert found["machine"]["BLAS file"] == (blas_fault.probe().library or "not found")
     # On some Macs, Accelerate has the first fault.
     assert found["faults"][0]["status"] in ("absent", "avoided")
     holders = next(each for each in found["patches"]["applied"] if each["name"] == "gated_delta_update")["holders"]

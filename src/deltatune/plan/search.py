@@ -62,10 +62,8 @@ def largest(
     `known` are plans that exist already, by value, to which those that `attempt` makes are added, so many at most.
     `fixed` is the memory of any value, as a plan for the value 0 would have it.
     """
-    step = values.step
-    most = values[-1] if values else 0
+    step, most = values.step, values[-1] if values else 0
     foreseen = False
-    aimed = replace(limits, bytes=limits.bytes and int(0.99 * limits.bytes))
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
 
@@ -76,7 +74,7 @@ def largest(
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
         wanted = _guess(points, limits, good, high)
         if wanted >= 50 * step:
-            wanted = _guess(points, aimed, good, high)
+            wanted = _guess(points, replace(limits, bytes=limits.bytes and int(0.99 * limits.bytes)), good, high)
         saved = known[good].saved if good in known and len(points) == 2 else 0
         if saved and wanted >= 4 * good and limits.bytes is not None:
             # So far away the line is too steep, since a part does not grow, and one of saved tensors alone too flat.
