@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -12,8 +11,6 @@ from . import blas, nvidia
 
 Value = TypeVar("Value")
 
-# How MLX says on each device that there is no memory left.
-_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|\[metal::malloc\]")
 # The devices on which nobody has measured an order: there implementations are timed, and the fastest serves.
 _UNMEASURED = ("metal",)
 
@@ -86,11 +83,6 @@ def give_back() -> None:
     mx.clear_cache()
     if has_own_memory():
         nvidia.give_back()
-
-
-def lacks_memory(error: Exception) -> bool:
-    """Whether an error of MLX says that the device has no memory left."""
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def too_old() -> str | None:
