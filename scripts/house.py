@@ -43,7 +43,7 @@ BUDGETS = {
     "patches": Budget(3_900, 3_400),
     "lora": Budget(2_285, 2_300),
     "ops": Budget(14_710, 12_000),
-    "machine": Budget(2_275, 2_500),
+    "machine": Budget(2_270, 2_500),
     "options": Budget(1_325, 1_050),
     "root": Budget(620, 450),
     "kernels": Budget(12_015, 10_800),

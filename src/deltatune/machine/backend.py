@@ -79,7 +79,7 @@ def gpu_memory() -> int:
 
 
 def give_back() -> None:
-    """Give all memory back that no array has: MLX's cache, and what an NVIDIA GPU's driver keeps beside it."""
+    """Give all memory back that no array has: MLX's cache, and freed memory of an NVIDIA GPU's driver."""
     mx.clear_cache()
     if has_own_memory():
         nvidia.give_back()

@@ -77,7 +77,7 @@ def free_memory() -> int | None:
 def give_back() -> None:
     """Wait for the GPU, and give other uses the memory that the driver keeps for arrays and that none has.
 
-    The driver keeps what was freed in a stream until the host has waited for it, and MLX waits for none in which it
+    The driver keeps memory freed in a stream until the host has waited for it, and MLX waits for none in which it
     frees.
     """
     pool = ctypes.c_void_p()

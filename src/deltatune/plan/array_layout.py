@@ -96,13 +96,15 @@ def _in_blocks(read: Read) -> Read:
     blocks: dict[int, bytes] = {}
 
     def read_in_blocks(address: int, size: int) -> bytes:
-        number, start = divmod(address, _BLOCK)
-        if number not in blocks:
+        start = address % _BLOCK
+        block = blocks.get(address - start)
+        if block is None:
             try:
-                blocks[number] = read(number * _BLOCK, _BLOCK)
+                block = read(address - start, _BLOCK)
             except UnreadableError:
-                blocks[number] = b""
-        part = blocks[number][start : start + size]
+                block = b""
+            blocks[address - start] = block
+        part = block[start : start + size]
         return part if len(part) == size else read(address, size)
 
     return read_in_blocks

@@ -107,9 +107,9 @@ def largest(
 
 
 def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimits) -> int:
-    """The largest value that fits, as arithmetic tells from a plan that is at most an eighth away; 0 without one.
+    """The largest value that fits, as arithmetic tells from a plan that is at most a seventh away; 0 without one.
 
-    Saved tensors grow in proportion to the value, and the rest of what is not `fixed` grows at most so. Buffers do too.
+    Saved tensors grow in proportion to the value, and the rest that is not `fixed` grows at most so. Buffers do too.
     """
     bound = 0
     for value, plan in plans.items():
@@ -117,7 +117,7 @@ def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimit
             continue
         over = plan.bytes.amount - limits.bytes
         share = 1 - over / (plan.saved if over > 0 else plan.bytes.amount - fixed)
-        if 7 / 8 <= share <= 9 / 8 and (limits.buffers is None or plan.buffers.amount * 9 <= limits.buffers * 8):
+        if 0.85 <= share <= 1.15 and (limits.buffers is None or plan.buffers.amount * 1.15 <= limits.buffers):
             bound = max(bound, int(share * value))
     return bound
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from ..machine import environment
@@ -116,15 +117,15 @@ class Simulation:
 
     def evaluate(self, order: Sequence[Node], outputs: Sequence[Node], dropped: Iterable[int] = ()) -> None:
         """Evaluate `outputs`, which stay alive, in an order; nothing but the graph refers to the `dropped` leaves."""
-        for node in all_nodes(outputs):
-            # Every output of a primitive holds its inputs.
-            for source in node.inputs:
-                self._holds[source.address] = self._holds.get(source.address, 0) + 1
-        for node in outputs:
-            self._holds[node.address] = self._holds.get(node.address, 0) + 1
+        holds = self._holds
+        # Every output of a primitive holds its inputs.
+        for source in chain(outputs, *(node.inputs for node in all_nodes(outputs))):
+            holds[source.address] = holds.get(source.address, 0) + 1
         for address in dropped:
-            if address in self._holds:
-                self._release_array(address)
+            if address in holds:
+                holds[address] -= 1
+                if not holds[address]:
+                    self._forget(address)
         for node in order:
             self._evaluate(node)
         self._drain()
@@ -159,10 +160,13 @@ class Simulation:
         while self._brake is not None and self.live_bytes > self._brake and queue.tasks:
             self._end_task()
             self._run_one_task()
-        for source in node.inputs * len(outputs):
-            self._release_array(source.address)
+        holds = self._holds
+        for source in node.inputs if len(outputs) == 1 else node.inputs * len(outputs):
+            holds[source.address] -= 1
+            if not holds[source.address]:
+                self._forget(source.address)
         for output in outputs:
-            if not self._holds.get(output.address):
+            if not holds.get(output.address):
                 self._forget(output.address)
 
     def allocate(self, size: int, kind: str) -> Buffer:
@@ -232,11 +236,6 @@ class Simulation:
             self.live -= 1
             self.live_bytes -= buffer.size
             buffer.died = len(self.evaluated)
-
-    def _release_array(self, address: int) -> None:
-        self._holds[address] -= 1
-        if self._holds[address] == 0:
-            self._forget(address)
 
     def _forget(self, address: int) -> None:
         self._holds.pop(address, None)

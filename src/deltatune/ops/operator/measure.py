@@ -1,4 +1,4 @@
-"""What trials share: the measure of error, and memory full of NaN, which shows elements that a kernel leaves out."""
+"""The measure of error that trials share, and memory full of NaN, which shows elements that a kernel leaves out."""
 
 from __future__ import annotations
 

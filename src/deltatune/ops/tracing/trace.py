@@ -113,5 +113,5 @@ having = _context.having
 
 
 def outside() -> Changed[Trace]:
-    """Within the context the trace is that outside all contexts, for what is computed while a step is traced."""
+    """Within the context the trace is that outside all contexts, for arrays computed while a step is traced."""
     return having(**vars(Trace()))
