@@ -27,8 +27,8 @@ from .commands import (
     train,
 )
 from .commands.flags import Parser
-from .errors import UserError, reason
-from .machine import no_memory, ranks, startup
+from .errors import UserError, lacks_memory, reason
+from .machine import ranks, startup
 from .machine.command_line import raise_at_signals
 from .machine.packages import versions
 from .machine.wrapping import for_stream
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except (OSError, RuntimeError) as error:
         # An error of `run` is that of the program which the command runs.
-        if arguments.call is run.run or not (isinstance(error, OSError) or no_memory.lacks_memory(error)):
+        if arguments.call is run.run or not (isinstance(error, OSError) or lacks_memory(error)):
             raise
         return _refused(error)
     except KeyboardInterrupt:

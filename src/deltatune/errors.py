@@ -1,6 +1,10 @@
 """The exception for mistakes that the user can correct, and how other errors are quoted in messages."""
 
+import re
 from collections.abc import Sequence
+
+# How MLX says on each device that there is no memory left.
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|\[metal::malloc\]")
 
 
 class NotFiniteError(ArithmeticError):
@@ -23,6 +27,11 @@ class UserError(ValueError):
 
 class NoResultError(UserError):
     """A loss or an answer that is not finite, which is no result."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error of MLX says that the device has no memory left."""
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def first_line(error: BaseException) -> str:

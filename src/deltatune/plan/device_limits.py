@@ -60,10 +60,6 @@ class DeviceLimits:
             return None
         return Brake(most, int(FREE * self.bytes))
 
-    def is_tight(self, limit: int | None) -> bool:
-        """Whether a step with this Brake.limit() waits for queued work."""
-        return self.brake is not None and limit is not None and limit > self.brake.free
-
 
 def brake(size: int) -> int | None:
     """Return the bytes from which on MLX always waits for queued work, where arrays may take `size` bytes."""

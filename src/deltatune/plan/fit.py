@@ -271,8 +271,7 @@ def check(run: Run) -> Bounds:
             message += _smaller(planner, plan, limits)
             raise UserError(f"{message} --force trains all the same.")
         said[-1] = f"{message} Training starts all the same (--force)."
-    checkpoints = None if choice is None else choice.checkpoints
-    return Bounds(said, checkpoints, plan.memory_limit, tight=limits.is_tight(plan.memory_limit))
+    return Bounds(said, None if choice is None else choice.checkpoints, plan.memory_limit)
 
 
 def _choice(planner: Planner, limits: DeviceLimits, tried: Callable[[Choice], None] | None = None) -> Choice | None:

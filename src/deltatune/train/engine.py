@@ -23,7 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import Batch
-from ..machine import backend, no_memory
+from ..errors import lacks_memory
+from ..machine import backend
 from ..machine.host_memory import as_numpy
 from ..options.config import TrainConfig
 from .distributed import World
@@ -76,7 +77,7 @@ class Engine:
         try:
             return self._evaluated(batch)
         except RuntimeError as error:
-            again = self.world.size == 1 and self.state.progress.micro_batches == 0 and no_memory.lacks_memory(error)
+            again = self.world.size == 1 and self.state.progress.micro_batches == 0 and lacks_memory(error)
             if not again:
                 raise
         # The error's frames held arrays of the batch until here.

@@ -19,6 +19,9 @@ from ..machine import backend
 #: that are launched ahead need more: they come to the same allocations in another order each time
 #: (docs/decisions/nvidia-step.md).
 ROOM = {"metal": 1.1, "cuda": 1.3}
+#: Freed memory of more than this share of what MLX may hold is given back between the phases of a run. Asking for it
+#: again takes less time than a driver's pool full of holes (docs/decisions/memory.md).
+MUCH = 0.25
 
 
 class FreedMemory:
@@ -26,14 +29,10 @@ class FreedMemory:
 
     MLX gives back the buffers cached longest before it would hold more than ROOM times the peak of memory in use. Above
     the bytes of `limit`, or of its own limit, MLX gives back its cache and waits for its queued work.
-
-    On a `tight` device each phase of a run begins with all memory given back that no array has: its arrays have other
-    sizes than those of the phase before, and an NVIDIA GPU's driver cannot join the gaps between arrays.
     """
 
-    def __init__(self, limit: int | None = None, *, tight: bool = False):
+    def __init__(self, limit: int | None = None):
         self._limit = limit
-        self._tight = tight
         self._phase = ""
         self._peak = 0
         # MLX's own limit, and the most that it may be while the block runs.
@@ -55,8 +54,13 @@ class FreedMemory:
         mx.set_memory_limit(self._own_limit)
 
     def begin(self, phase: str) -> None:
-        """Begin the phase of a run that has this name, which may be the present one."""
-        if self._tight and phase != self._phase:
+        """Begin the phase of a run that has this name, which may be the present one.
+
+        Its arrays have other sizes than those before, and an NVIDIA GPU's driver cannot join what lies between them. So
+        much freed memory is given back.
+        """
+        changes = backend.has_own_memory() and phase != self._phase
+        if changes and mx.get_cache_memory() > MUCH * self._most:
             backend.give_back()
         self._phase = phase
 

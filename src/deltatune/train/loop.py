@@ -78,8 +78,6 @@ class Bounds:
     weights: Store | None = None
     # The store of the weights of a teacher's layers, likewise.
     teacher: Store | None = None
-    # Whether memory is so short that the pieces between arrays are missed.
-    tight: bool = False
 
 
 class Trainer:
@@ -239,8 +237,7 @@ class Trainer:
             # An Apple GPU keeps its memory wired. That of an NVIDIA GPU is its own, and MLX sets no limit there.
             if size := backend.gpu_memory():
                 stack.callback(mx.set_wired_limit, mx.set_wired_limit(size))
-            bounds = self._bounds
-            freed_memory = FreedMemory(bounds.memory_limit, tight=bounds.tight)
+            freed_memory = FreedMemory(self._bounds.memory_limit)
             # A step by layers is computed when it returns, batches of sampled answers depend on the update before, and
             # a teacher's layers are read before a batch.
             waits = not whole or config.samples_answers or self._bounds.teacher is not None
