@@ -25,6 +25,7 @@ VALUES = [
     (environment.ELEMENTS, "0", r"MLX_MAX_MB_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
     (environment.OPERATIONS, "0", r"MLX_MAX_OPS_PER_BUFFER='0': expected a whole number of 1 or more, or unset"),
     (environment.ELEMENTS, "many", r"MLX_MAX_MB_PER_BUFFER='many': expected a whole number"),
+    ("MLX_CUDA_GRAPH_CACHE_SIZE", "0", r"MLX_CUDA_GRAPH_CACHE_SIZE='0': expected a whole number of 1 or more"),
 ]
 
 

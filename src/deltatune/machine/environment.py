@@ -51,7 +51,7 @@ def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
         read()
     for operator, names in implementations.items():
         implementation(operator, names)
-    for name, least in ((TF32, 0), (ELEMENTS, 1), (OPERATIONS, 1)):
+    for name, least in ((TF32, 0), (ELEMENTS, 1), (OPERATIONS, 1), *zip(RECORDS, (1, 0), strict=True)):
         value = os.environ.get(name, "1")
         # MLX takes the digits at the start of the value, so that it would read `true` as 0.
         if not re.fullmatch(r"\s*\+?\d{1,9}\s*", value) or int(value) < least:
