@@ -9,13 +9,15 @@ import sys
 import pytest
 
 from deltatune.errors import UserError
-from deltatune.machine import environment
+from deltatune.machine import backend, environment
+from deltatune.models.load import load
 from deltatune.ops import IMPLEMENTATIONS
 
 # Prints the variables as C has them, since MLX reads them there, and what a plan counts with.
 PROBE = """
 import ctypes, deltatune
-from deltatune.machine import environment
+from deltatune.machine import backend, environment
+from deltatune.models.load import load
 from deltatune.plan.simulate import PACES
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
@@ -66,13 +68,34 @@ def test_work_goes_to_the_gpu_in_pieces_of_one_size_unless_the_user_chose(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "argv", ["deltatune", *arguments])
-    for name in (environment.ELEMENTS, environment.OPERATIONS, *environment.RECORDS):
+    for name in (environment.ELEMENTS, environment.OPERATIONS, environment.CHECKS_RECORDS):
         monkeypatch.delenv(name, raising=False)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     environment.limit_queue()
     assert [*environment.queued().values()] == after, "a plan counts with them"
-    assert [os.environ[name] for name in environment.RECORDS] == ["128", "0"]
+    assert os.environ[environment.CHECKS_RECORDS] == "0"
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "before", "after"),
+    [
+        ("cuda", 24e9, None, "128"),
+        ("cuda", 24e9, "300", "300"),
+        ("cuda", 80e9, None, None),
+        ("cpu", 0, None, None),
+        ("metal", 12e9, None, None),
+    ],
+)
+def test_mlx_keeps_few_recorded_pieces_on_a_small_gpu(device, memory, before, after, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "device", lambda: device)
+    monkeypatch.setattr(backend, "gpu_memory", lambda: memory)
+    monkeypatch.setenv(environment.RECORDS, before or "")
+    if before is None:
+        monkeypatch.delenv(environment.RECORDS)
+    with pytest.raises(UserError, match="no such"):
+        load(tmp_path / "missing")
+    assert os.environ.get(environment.RECORDS) == after
 
 
 @pytest.mark.parametrize(("platform", "sizes"), [("darwin", [50, 7]), ("linux", [50, 50])])

@@ -29,7 +29,8 @@ SMALL_PIECE = {ELEMENTS: 200, OPERATIONS: 100}
 # These are MLX's variables: how many kinds of recorded pieces it keeps, each with some 6 MB of an NVIDIA GPU's memory,
 # and whether it ends a process that has recorded twice as many. On a full GPU pieces end where memory does, so that a
 # long run has more.
-RECORDS = {"MLX_CUDA_GRAPH_CACHE_SIZE": 128, "MLX_ENABLE_CACHE_THRASHING_CHECK": 0}
+RECORDS, CHECKS_RECORDS = "MLX_CUDA_GRAPH_CACHE_SIZE", "MLX_ENABLE_CACHE_THRASHING_CHECK"
+FEW_RECORDS = 128
 # MLX's own sizes on the largest Apple GPUs, where no variable is set.
 METAL_PIECE = {ELEMENTS: 50, OPERATIONS: 50}
 # This is CUDA's variable: the GPUs that a process may see.
@@ -51,7 +52,7 @@ def check(implementations: Mapping[str, tuple[str, ...]]) -> None:
         read()
     for operator, names in implementations.items():
         implementation(operator, names)
-    for name, least in ((TF32, 0), (ELEMENTS, 1), (OPERATIONS, 1), *zip(RECORDS, (1, 0), strict=True)):
+    for name, least in ((TF32, 0), (ELEMENTS, 1), (OPERATIONS, 1), (RECORDS, 1), (CHECKS_RECORDS, 0)):
         value = os.environ.get(name, "1")
         # MLX takes the digits at the start of the value, so that it would read `true` as 0.
         if not re.fullmatch(r"\s*\+?\d{1,9}\s*", value) or int(value) < least:
@@ -143,8 +144,17 @@ def limit_queue() -> None:
     us; the memory of waiting pieces is bounded by the plan of a run (plan/device_limits.py).
     """
     if sys.platform == "linux":
-        for name, size in (RECORDS | (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE)).items():
+        for name, size in (SMALL_PIECE if _bounds_memory(sys.argv[1:]) else PIECE).items():
             os.environ.setdefault(name, str(size))
+        os.environ.setdefault(CHECKS_RECORDS, "0")
+
+
+def keep_few_records() -> None:
+    """Make MLX keep few kinds of recorded pieces, unless the user has set the variable.
+
+    MLX reads it at its first evaluation on a GPU, and keeps 400 by itself.
+    """
+    os.environ.setdefault(RECORDS, str(FEW_RECORDS))
 
 
 def _bounds_memory(arguments: list[str]) -> bool:

@@ -25,6 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .. import upstream
 from ..errors import UserError, first_few, first_line, reason
+from ..machine import backend
 from ..machine.environment import expanded
 from ..machine.json_files import read_json
 from ..ops.experts.tiles import needs_whole_matrices
@@ -90,6 +91,7 @@ def load(
     which messages quote, mlx-vlm loads the model with its vision tower and image processor. UserError for a checkpoint
     that is missing, damaged, of an unknown kind, or would run code.
     """
+    backend.limit_records()
     path = locate(path_or_name)
     if from_scratch:
         check_dense(path)
