@@ -43,11 +43,11 @@ BUDGETS = {
     "patches": Budget(3_900, 3_400),
     "lora": Budget(2_285, 2_300),
     "ops": Budget(14_710, 12_000),
-    "machine": Budget(2_260, 2_500),
+    "machine": Budget(2_280, 2_500),
     "options": Budget(1_325, 1_050),
     "root": Budget(630, 450),
     "kernels": Budget(12_015, 10_800),
-    "tests": Budget(54_430, 46_000),
+    "tests": Budget(54_455, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1
