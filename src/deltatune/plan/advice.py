@@ -42,7 +42,8 @@ def advice(run: Run, peak: int, over: int, planned: Planned) -> str:
     config = run.config
     if config.resume:
         return ""
-    trained, moments_now = nbytes(run.model.trainable_parameters()), _moments(run.model, config)
+    trained = nbytes(run.model.trainable_parameters())
+    moments_now = _moments(run.model, config)
     what = "Trained weights" if config.fine_tune_type == "full" else "Adapters"
     taken = f"{what}, their gradients and moments take {size(2 * trained + moments_now)}"
     # A pass holds the gradients of a micro-batch beside their sums, and at most once more.

@@ -62,7 +62,8 @@ def largest(
     `known` are plans that exist already, by value, to which those that `attempt` makes are added, so many at most.
     `fixed` is the memory of any value, as a plan for the value 0 would have it.
     """
-    step, most = values.step, values[-1] if values else 0
+    step = values.step
+    most = values[-1] if values else 0
     foreseen = False
     if not most or (fixed is not None and not fits(fixed, limits)):
         return Largest(0, more=False)
@@ -72,18 +73,7 @@ def largest(
         low = good // step * step + step
         high = min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
-        wanted = _guess(points, limits, good, high)
-        if wanted >= 50 * step:
-            wanted = _guess(points, replace(limits, bytes=limits.bytes and int(0.99 * limits.bytes)), good, high)
-        saved = known[good].saved if good in known and len(points) == 2 else 0
-        if saved and wanted >= 4 * good and limits.bytes is not None:
-            # So far away the line is too steep, since a part does not grow, and one of saved tensors alone too flat.
-            flat = good * (1 + (limits.bytes - known[good].bytes.amount) / saved)
-            wanted = min(high, int(wanted**0.4 * flat**0.6))
-        if bad <= most and wanted >= high:
-            # The curve meets the limit beyond a value that does not fit.
-            wanted = bad - max(step, bad // 50)
-        wanted = wanted // step * step
+        wanted = _wanted(points, limits, values, good, bad)
         planned = good in known
         full = planned and good >= 50 * step and limits.bytes and known[good].bytes.amount * 50 >= limits.bytes * 49
         near = full or ((foreseen or not planned) and good and wanted < most and (wanted - good) * 50 <= good)
@@ -96,6 +86,28 @@ def largest(
         foreseen = len(points) > 1 and _foreseen(points, value, known[value])
     good = _bounds(known, limits, values, fixed)[0]
     return Largest(good, more=good >= most)
+
+
+def _wanted(points: Mapping[float, Forecast], limits: DeviceLimits, values: range, good: int, bad: int) -> int:
+    """The value to try next: where the curve through the plans meets the limit, or 99 % of it where steps are small.
+
+    `good` is the largest value that fits, and `bad` the smallest that does not.
+    """
+    step = values.step
+    most = values[-1]
+    high = min(bad - 1, most) // step * step
+    wanted = _guess(points, limits, good, high)
+    if wanted >= 50 * step:
+        wanted = _guess(points, replace(limits, bytes=limits.bytes and int(0.99 * limits.bytes)), good, high)
+    saved = points[good].saved if good and good in points and len(points) == 2 else 0
+    if saved and wanted >= 4 * good and limits.bytes is not None:
+        # So far away the line is too steep, since a part does not grow, and one of saved tensors alone too flat.
+        flat = good * (1 + (limits.bytes - points[good].bytes.amount) / saved)
+        wanted = min(high, int(wanted**0.4 * flat**0.6))
+    if bad <= most and wanted >= high:
+        # The curve meets the limit beyond a value that does not fit.
+        wanted = bad - max(step, bad // 50)
+    return wanted // step * step
 
 
 def _bound_to_fit(plans: Mapping[int, Forecast], fixed: int, limits: DeviceLimits) -> int:

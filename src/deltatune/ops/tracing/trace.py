@@ -69,8 +69,8 @@ class Trace:
         recomputed: Whether the layer that runs is checkpointed, so that it keeps nothing for its backward pass.
         once: Whether a training step is traced, which nobody maps or differentiates twice.
         shortened: Whether a plan is traced, without most turns of long loops (turns.py).
-        inner_layers: The layers, in the trace of a plan, whose peaks other layers of their kinds tell: one piece at
-            either end of a row is enough for them.
+        inner_layers: The layers, in the trace of a plan, whose peaks other layers of their kinds tell, so that their
+            last pieces are enough.
         cheap_twice: Whether a backward pass recomputes the results of cheap operators.
         random_key: The key that the next draw splits, as the one item of a list, so that mx.compile can take it as a
             state; None where MLX's own key serves.
