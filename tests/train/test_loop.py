@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import sys
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +17,6 @@ from mlx.utils import tree_flatten
 
 from deltatune.data import Example, Splits
 from deltatune.errors import NoResultError, UserError
-from deltatune.machine import backend
 from deltatune.train import StoppedError, engine
 from deltatune.train.evaluation.evaluate import Evaluation
 from deltatune.train.reports import log
@@ -182,30 +180,6 @@ def test_an_error_of_mlx_saves_the_state_that_is_whole(make_trainer, loses_nothi
 
     said = "Resource limit.*The state after iteration 2 is saved in"
     loses_nothing(trainer, straight, (Step, "micro_batch", out_of_memory), RuntimeError, said)
-
-
-@pytest.mark.parametrize(("iteration", "refusals"), [(3, 1), (3, 2), (4, 1)])
-def test_a_batch_that_finds_no_memory_once_is_computed_again(
-    make_trainer, straight_run, tmp_path, monkeypatch, iteration, refusals
-):
-    """All free memory is given back, and the bits stay; iteration 4 is amid an accumulation, and ends the run."""
-    trainer, plain, events = make_trainer(**ONLY), mx.eval, []
-
-    def refuses(*arrays):
-        if trainer.progress.iteration == iteration - 1 and events.count("refused") < refusals:
-            events.append("refused")
-            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
-        plain(*arrays)
-
-    monkeypatch.setattr(backend, "give_back", lambda: events.append("given back"))
-    monkeypatch.setattr(engine, "mx", SimpleNamespace(**vars(mx) | {"eval": refuses}))
-    if (iteration, refusals) != (3, 1):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            trainer.run()
-        return
-    trainer.run()
-    assert events == ["refused", "given back"]
-    same(tmp_path / "out", straight_run(**ONLY))
 
 
 def test_an_evaluation_that_fails_inside_a_window_names_the_update_before_it(make_trainer, loses_nothing, straight_run):

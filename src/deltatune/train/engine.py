@@ -23,7 +23,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..data import Batch
-from ..errors import lacks_memory
 from ..machine import backend
 from ..machine.host_memory import as_numpy
 from ..options.config import TrainConfig
@@ -63,33 +62,12 @@ class Engine:
         unchanged. So are the numbers, for which a rank waits for the others. If `goes_on`, another short iteration
         follows directly, which an engine may start before this one ends.
         """
-        numbers = self._summed(batch)
-        norm = self.updated()
-        mx.eval(self.step.parameters(), self.step.optimizer.state, norm)
-        return self.read(numbers, norm)
-
-    def _summed(self, batch: Batch) -> mx.array:
-        """Compute the sums with those of `batch`; return the numbers that the iteration reports.
-
-        A GPU may lack memory in one piece while enough of it is free. So a batch that finds none is computed once more,
-        after all that no array has was given back: where nothing is accumulated yet and no other rank waits.
-        """
-        try:
-            return self._evaluated(batch)
-        except RuntimeError as error:
-            again = self.world.size == 1 and self.state.progress.micro_batches == 0 and lacks_memory(error)
-            if not again:
-                raise
-        # The error's frames held arrays of the batch until here.
-        self.state.clear_sums()
-        backend.give_back()
-        return self._evaluated(batch)
-
-    def _evaluated(self, batch: Batch) -> mx.array:
         numbers = self.added(batch, self.micro_batch(batch))
         with self.ending.waiting():
             mx.eval(self.state.sums, numbers)
-        return numbers
+        norm = self.updated()
+        mx.eval(self.step.parameters(), self.step.optimizer.state, norm)
+        return self.read(numbers, norm)
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         """Compute the present micro-batch, lazily."""

@@ -55,14 +55,10 @@ class TrainingState:
 
     def end_window(self) -> None:
         """Begin a new accumulation window, after every update."""
-        self.clear_sums()
+        self.sums = self._no_sums()
         self.progress.micro_batches = 0
         self._start = None
         self.end_update()
-
-    def clear_sums(self) -> None:
-        """Forget the sums of the present window."""
-        self.sums = self._no_sums()
 
     def end_update(self) -> None:
         """Note that the update was computed; one with gradients that are not finite has changed no parameter."""
