@@ -107,6 +107,9 @@ def _wanted(points: Mapping[float, Forecast], limits: DeviceLimits, values: rang
     if bad <= most and wanted >= high:
         # The curve meets the limit beyond a value that does not fit.
         wanted = bad - max(step, bad // 50)
+    if bad > most and wanted * 8 >= high * 7:
+        # If the largest value of all fits, the search ends.
+        wanted = high
     return wanted // step * step
 
 
