@@ -47,7 +47,7 @@ BUDGETS = {
     "options": Budget(1_325, 1_050),
     "root": Budget(630, 450),
     "kernels": Budget(12_015, 10_800),
-    "tests": Budget(54_430, 46_000),
+    "tests": Budget(54_435, 46_000),
 }
 # The most `what` of 1,000 words of docstrings. Other codebases have fewer than 0.6.
 WHATS = 0.1

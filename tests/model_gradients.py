@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten
 
 # Four layers round about this often between a weight and the loss and back. Roundings add up like the root of that.
 ROUNDINGS = 500
+# So many random changes of the parameters tell the size of one rounding.
+DRAWS = 4
 
 
 def next_token_loss(logits: mx.array, rows: mx.array) -> mx.array:
@@ -64,19 +66,22 @@ def rounding_bounds(
     """The largest norm, for each tensor, of the difference of two gradients that round differently.
 
     The change of the gradients with every parameter changed by up to 2**-20 of itself shows the effect of one rounding.
-    It is far above the rounding of either run, so that it belongs to the model and not to this machine.
+    It is far above the rounding of either run, so that it belongs to the model and not to this machine. One draw may
+    change a tensor of few numbers thirty times less than another does, so it is the root mean square of DRAWS.
     """
-    parameters = dict(tree_flatten(model.parameters()))
+    parameters = {name: array for name, array in tree_flatten(model.parameters()) if array.dtype == mx.float32}
     drawn = np.random.default_rng(1)
-    changed = {
-        name: array * mx.array((1 + 2**-20 * drawn.uniform(-1, 1, array.shape)).astype(np.float32))
-        for name, array in parameters.items()
-        if array.dtype == mx.float32
-    }
-    model.load_weights(list(changed.items()), strict=False)
-    found = gradients_of_model()
-    model.load_weights([(name, parameters[name]) for name in changed], strict=False)
-    return {name: norm * 2**-4 * ROUNDINGS**0.5 for name, norm in difference_norms(expected, found).items()}
+    squares = dict.fromkeys(expected, 0.0)
+    for _ in range(DRAWS):
+        changed = {
+            name: array * mx.array((1 + 2**-20 * drawn.uniform(-1, 1, array.shape)).astype(np.float32))
+            for name, array in parameters.items()
+        }
+        model.load_weights(list(changed.items()), strict=False)
+        for name, norm in difference_norms(expected, gradients_of_model()).items():
+            squares[name] += norm**2 / DRAWS
+    model.load_weights(list(parameters.items()), strict=False)
+    return {name: (square * ROUNDINGS) ** 0.5 * 2**-4 for name, square in squares.items()}
 
 
 def _norms(arrays: dict[str, mx.array]) -> dict[str, float]:
