@@ -98,7 +98,8 @@ def ending(plain, at):
     calls = []
     def call(self, *arguments, **options):
         # The plan has traced an update of a step of its own.
-        world = self if isinstance(self, World) else self._world
+        of_object = vars(self)
+        world = self if isinstance(self, World) else of_object.get("world", of_object.get("_world"))
         calls.append(self)
         count = sum(each is self for each in calls)
         reached.extend([self] * (count == at))
