@@ -73,7 +73,7 @@ def largest(
         low = good // step * step + step
         high = min(bad - 1, most) // step * step
         points = {float(value): plan for value, plan in known.items()} | ({} if fixed is None else {0.0: fixed})
-        wanted = _wanted(points, limits, values, good, bad)
+        wanted = _wanted(points, limits, values, good, bad, high)
         planned = good in known
         full = planned and good >= 50 * step and limits.bytes and known[good].bytes.amount * 50 >= limits.bytes * 49
         near = full or ((foreseen or not planned) and good and wanted < most and (wanted - good) * 50 <= good)
@@ -88,14 +88,15 @@ def largest(
     return Largest(good, more=good >= most)
 
 
-def _wanted(points: Mapping[float, Forecast], limits: DeviceLimits, values: range, good: int, bad: int) -> int:
+def _wanted(
+    points: Mapping[float, Forecast], limits: DeviceLimits, values: range, good: int, bad: int, high: int
+) -> int:
     """The value to try next: where the curve through the plans meets the limit, or 99 % of it where steps are small.
 
-    `good` is the largest value that fits, and `bad` the smallest that does not.
+    `good` is the largest value that fits, `bad` the smallest that does not, and `high` the largest that may.
     """
     step = values.step
     most = values[-1]
-    high = min(bad - 1, most) // step * step
     wanted = _guess(points, limits, good, high)
     if wanted >= 50 * step:
         wanted = _guess(points, replace(limits, bytes=limits.bytes and int(0.99 * limits.bytes)), good, high)

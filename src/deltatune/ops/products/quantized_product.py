@@ -86,8 +86,7 @@ def packed_product(
     stored = [scales] if biases is None else [scales, biases]
     whole = trace.current().known.of(w, _Whole)
     dtype = _result_dtype(x, scales)
-    most = backend.gpu_memory() // WHOLE_IN_MEMORY or math.inf
-    if whole is not None and w.shape[-2] * quantization.inputs(w) * dtype.size <= most:
+    if whole is not None and _fits_whole(w.shape[-2] * quantization.inputs(w) * dtype.size):
         by_dtype = whole.by_dtype
         if dtype not in by_dtype:
             by_dtype[dtype] = unpacked(w, *_cast(stored, dtype), dtype=dtype, **quantization.storage)
@@ -102,6 +101,11 @@ def packed_product(
         return [dx.astype(x.dtype), *matrix_gradients(x, matrix, quantization, dy)]
 
     return with_gradient(forward, backward)(x, w, *stored)
+
+
+def _fits_whole(size: int) -> bool:
+    """Whether a matrix of so many bytes may be unpacked whole; any may where the GPU's memory is not known."""
+    return size <= (backend.gpu_memory() // WHOLE_IN_MEMORY or math.inf)
 
 
 class _Whole(NamedTuple):
